@@ -157,7 +157,7 @@ def is_last_call() -> bool:
 
 
 def synchronise() -> None:
-    """Synchronise with the device, which fails in a call that is captured or queued as backlog."""
+    """Synchronize with the device, which fails in a call that is captured or queued as backlog."""
     if _ledger.mode is Mode.GRAPH:
         raise CannotCapture("the call synchronises")
     if _ledger.mode is Mode.BACKLOG:
@@ -253,7 +253,7 @@ class FakeDevice:
 
     def block(self, calls: Sequence[Call], mode: Mode, keep: int = -1) -> FakeBlock:
         if mode is Mode.GRAPH:
-            self._execute(calls, mode)  # the capture, in which a synchronising call is refused
+            self._execute(calls, mode)  # the capture, in which a synchronizing call is refused
             mode = Mode.PLAIN
         return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout, keep)
 

@@ -355,7 +355,7 @@ def capture(given: argparse.Namespace) -> int:
     --nproc-per-node=2 train.py` or `./binary`, from its start to its end under the tool, with all
     of its processes. The exit status is that of the command; what was recorded before a failure is
     shown. `capture TOOL FILE.py::FUNCTION` calls a function, first to warm up, then inside a range
-    named "aiperf", whose figures are shown. Artefacts, the output of the tools and a summary in
+    named "aiperf", whose figures are shown. Artifacts, the output of the tools and a summary in
     Markdown go to artifacts/, or to the folder of --artifacts.
     """
     if given.compare or given.read:
@@ -507,7 +507,7 @@ def _function(path: Path, name: str) -> Callable[[], object]:
     if spec is None or spec.loader is None:
         problem = "is not a Python file" if path.exists() else "does not exist"
         raise UsageError(f"{path} {problem}: name FILE.py::FUNCTION")
-    sys.path.insert(0, str(path.parent))  # the file can import its neighbours
+    sys.path.insert(0, str(path.parent))  # the file can import its neighbors
     sys.modules[path.stem] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Callable[[], object] | None = getattr(module, name, None)

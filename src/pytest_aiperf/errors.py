@@ -34,7 +34,7 @@ class CannotCapture(AiperfError):
 
 
 class CaptureFailed(AiperfError):
-    """A profiler left no artefact, or one that is empty or unreadable."""
+    """A profiler left no artifact, or one that is empty or unreadable."""
 
 
 class ToolMissing(AiperfError):

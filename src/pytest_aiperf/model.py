@@ -150,7 +150,7 @@ Source: the CUDA Programming Guide, appendix "Compute Capabilities".
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Properties of a GPU, readable without initialising CUDA."""
+    """Properties of a GPU, readable without initializing CUDA."""
 
     name: str  #: Product name.
     key: str  #: Short name that keys results and expectations, such as "h200".
@@ -337,8 +337,8 @@ class Profile:
 
     tool: str  #: Name of the profiler.
     arm: str  #: Name of the arm or of the call, such as "call-1".
-    artefact: str  #: Path of the file that the profiler wrote.
-    figures: Mapping[str, float] = field(default_factory=dict)  #: Figures read from the artefact.
+    artifact: str  #: Path of the file that the profiler wrote.
+    figures: Mapping[str, float] = field(default_factory=dict)  #: Figures read from the artifact.
     units: Mapping[str, str] = field(default_factory=dict)  #: Units of the figures.
     kernels: tuple[str, ...] = ()  #: Names of the kernels.
     notes: tuple[str, ...] = ()  #: Remarks for reports, such as "ran no kernel".
@@ -486,7 +486,7 @@ class Prepared:
 
 
 def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
-    """Wrap an arm that must set up first (capture a graph, quantise weights, fill a cache).
+    """Wrap an arm that must set up first (capture a graph, quantize weights, fill a cache).
 
     ``make(*inputs)`` runs untimed for each input set and returns the callable to time, which is
     called with the same inputs. Before that call, every input that is not :func:`static` is

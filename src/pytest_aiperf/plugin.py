@@ -73,7 +73,7 @@ def pytest_load_initial_conftests(
     # An xdist worker gets the options of the ini file from the controller, and not as arguments.
     given |= {f"--{name}" for name in options.MEASURING if _value(option, name)}
     # Must be set before a conftest imports torch: otherwise torch.cuda.is_available() in a test
-    # module would initialise CUDA in this process, and the claims, its forks, could not use CUDA.
+    # module would initialize CUDA in this process, and the claims, its forks, could not use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # A check calls arms on tensors of the CPU, also on a machine with a GPU, and Triton reads this
     # when it is imported. If tests that are not claims need Triton on the GPU, the ini file can

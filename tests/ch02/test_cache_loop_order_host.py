@@ -11,8 +11,8 @@ is needed. In the model beside the claim, jki fetches 550 times as many lines as
 library arm, also blocks for registers and each level of the cache, and uses all cores. It is faster
 than all rungs, and the right choice in practice.
 
-All orders multiply the same numbers and add them in the same order. Since neighbouring iterations
-of ikj write neighbouring floats, the compiler can also vectorize it. "scalar" forbids that in both
+All orders multiply the same numbers and add them in the same order. Since neighboring iterations
+of ikj write neighboring floats, the compiler can also vectorize it. "scalar" forbids that in both
 arms, so that only the order of memory accesses changes; "vectors" allows it, and is judged against
 "scalar". Matrices that fit in the L1 cache gain from vectorization only. Virtual machines usually
 offer no cache counters. Tests beside the claim count the lines that both orders fetch in a model of

@@ -15,7 +15,7 @@ earlier record, of a host of 16 logical CPUs, has 67x; why the waits are that lo
 examined. The thread count is read when the library is loaded, hence the environment variables.
 Between products, idle threads would spin as well, those of one arm while the other is timed; in
 both arms they sleep at once instead (OPENBLAS_THREAD_TIMEOUT).
-Large products suffer less, since their threads synchronise less often. How many threads are best
+Large products suffer less, since their threads synchronize less often. How many threads are best
 for a single worker was not measured, so it is not known which part of the gain is due to the
 missing cores, and which to many threads for a small product. A test beside the claim counts how
 often threads of the workers lose their core to another.

@@ -1,7 +1,7 @@
 """One all-reduce of a flat gradient bucket beats 250 all-reduces of small tensors.
 
 An all-reduce costs the time of its bytes on the link plus a fixed cost per call (the alpha-beta
-model): the host's work to start it, the synchronisation of the ranks, and the steps of the
+model): the host's work to start it, the synchronization of the ranks, and the steps of the
 algorithm. A tensor of 64 KiB takes a fraction of a microsecond on NVLink, far less than the fixed
 cost. In one flat buffer the same 16 MB pay that cost once. DistributedDataParallel calls this
 gradient bucketing, Horovod tensor fusion.

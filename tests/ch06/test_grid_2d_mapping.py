@@ -1,10 +1,10 @@
 """A 2-D grid whose x index runs along a row of the matrix beats one whose x runs down a column.
 
-The 32 lanes of a warp have consecutive threadIdx.x. If x counts columns, they access neighbouring
+The 32 lanes of a warp have consecutive threadIdx.x. If x counts columns, they access neighboring
 floats: 4 sectors of 32 bytes. If x counts rows, they access 32 sectors for the same 128 bytes, and
 the load/store units process them one after the other. Only two indices are exchanged ("x_fast").
 Then each thread takes four columns, 32 apart, which are loaded before the first is stored
-("x_fast_four"), and at last four neighbouring ones with 16-byte accesses ("x_fast_vec4"). That
+("x_fast_four"), and at last four neighboring ones with 16-byte accesses ("x_fast_vec4"). That
 keeps as many bytes in flight, so the last rung claims parity: it is 2 % faster on an H200 and as
 fast on an H100. Each rung is measured against the one before it. torch.addcmul, the library arm, is
 faster than x_fast and slower than the rungs with four columns per thread.

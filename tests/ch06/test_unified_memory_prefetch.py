@@ -2,7 +2,7 @@
 
 Managed (unified) memory has one address for CPU and GPU. After the CPU has written it, its pages
 are in host memory, and the first access of a kernel to each of them faults: the GPU collects
-faults, the driver on the CPU migrates these pages and some of their neighbours, and the warps wait
+faults, the driver on the CPU migrates these pages and some of their neighbors, and the warps wait
 meanwhile. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
 faults. The kernel is the same. The library arm uses no managed memory: it copies the same data from
 pinned memory, which a program should do where its data can be there. It takes a seventh less time

@@ -1,12 +1,12 @@
 """Reading one field of many particles from an array of its own beats reading it from structures.
 
 The kernels compute `out = factor * charge` for 32 Mi particles of 16 floats, 64 bytes: one field of
-16 is read. In an array of structures (AoS), the charges of neighbouring particles are 64 bytes
+16 is read. In an array of structures (AoS), the charges of neighboring particles are 64 bytes
 apart. Memory transfers whole sectors of 32 bytes, and a lone sector costs a DRAM access of 64
 bytes, so each 4-byte field costs as much as the whole particle. In a structure of arrays (SoA,
-"soa"), or an array of structures of arrays of 32 ("aosoa"), the lanes of a warp read neighbouring
+"soa"), or an array of structures of arrays of 32 ("aosoa"), the lanes of a warp read neighboring
 floats: whole sectors. Both are measured against AoS, the first arm, and only the layout differs.
-Neighbouring floats can also be loaded 16 bytes at a time, which gains another 1.52x on an H200
+Neighboring floats can also be loaded 16 bytes at a time, which gains another 1.52x on an H200
 ("soa_vector", measured against "soa"): 7.9x over AoS. The groups of "aosoa" would allow that as
 well; it is not measured. "aosoa" takes 6 % longer than "soa" on an H200; why was not measured. The
 library arm, torch.mul on the array of the field, is as fast as "soa_vector" and faster than the

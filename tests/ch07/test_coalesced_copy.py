@@ -1,10 +1,10 @@
-"""A copy whose neighbouring lanes access neighbouring floats beats a copy with a stride.
+"""A copy whose neighboring lanes access neighboring floats beats a copy with a stride.
 
 The L1 and L2 caches transfer sectors of 32 bytes. Lanes that are 32 floats apart touch one sector
 each and use 4 bytes of it: 8 times the sectors. Device memory transfers 64 bytes per access, two
 sectors. By the time the next column needs them, the L2 has evicted them, so each float costs 64
 bytes read and 64 bytes written: the copy moves 16 times the bytes, and takes 16 times as long on an
-H200 and 18 times on an H100. Lanes on neighbouring floats use whole accesses. cudaMemcpyAsync, the
+H200 and 18 times on an H100. Lanes on neighboring floats use whole accesses. cudaMemcpyAsync, the
 library arm, is another 1.53x faster on an H200 and 1.23x on an H100: 4-byte loads do not reach the
 speed of memory (test_vectorized_copy.py).
 

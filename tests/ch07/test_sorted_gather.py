@@ -4,7 +4,7 @@ There are 25 tables of 64 Mi floats, and one array of 32 Mi random indices. A ca
 table, the elements that the indices select: the same indices for all 25 tables. With random
 indices, each 4-byte element takes a sector of 32 bytes, and a lone sector costs a DRAM access of 64
 bytes, as in test_coalesced_copy.py. If only the sum is wanted, the order of the elements is free.
-With sorted indices the lanes of a warp read neighbouring elements and share sectors, and a table is
+With sorted indices the lanes of a warp read neighboring elements and share sectors, and a table is
 read about once from start to end. The kernel is the same in both arms. On an H200 the library arm
 takes about the same time: it counts each index and multiplies the tables by the counts, which only
 a sum allows.

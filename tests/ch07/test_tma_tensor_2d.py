@@ -1,6 +1,6 @@
 """Wide copies of a tile and its halo beat loads by element; TMA saves a little more.
 
-A stencil computes each point of an array from its neighbours, here two on each side. A block that
+A stencil computes each point of an array from its neighbors, here two on each side. A block that
 computes a tile also loads its halo, the points around the tile that the stencil reads, and zeros
 beyond the edges of the array. Loaded by hand, each thread computes the row and column of its
 points, tests four edges, loads and stores: a dozen instructions for 2 bytes. In half precision that

@@ -1,6 +1,6 @@
 """Comparing a query with vectors of halves is almost twice as fast as with vectors of floats.
 
-Nearest-neighbour search computes the distance of a query to every stored vector. That is one
+Nearest-neighbor search computes the distance of a query to every stored vector. That is one
 subtraction, square and addition per element, far below the ridge of the roofline, so the bytes of
 the elements set the time. Two bytes per element instead of four ("halves") halve it if as many
 bytes stay in flight: each lane has eight loads of 16 bytes in flight in all arms, which are one

@@ -13,7 +13,7 @@ A gain of a tenth was expected; 0.9 percent on an H200 (0.999x to 1.020x) and a 
 H100 were measured. The price of the turns is that a step loads 256 rows of b for 64 rows of a
 instead of 128: 1.34 GB in all instead of 0.81, in 107 µs on an H200. These are 12.5 TB/s instead of
 7.4. The counter shows 1.37 times as many sectors read from the L2 cache, not 1.67: probably
-requests of neighbouring SMs for the same rows of b are combined on their way. The L2 delivers 9.4
+requests of neighboring SMs for the same rows of b are combined on their way. The L2 delivers 9.4
 TB/s to the kernel that measures it, so the loads most likely take what the turns gain. The evidence
 counts them, but it does not show that they are the limit. An H100's L2 cache is slower, which fits
 its loss. Tiles of 128 x 128 would load 1.07 GB. Clusters of two with multicast would load 0.81 GB

@@ -1,7 +1,7 @@
 """Stream-K and split-K finish a GEMM whose last wave is not full sooner than whole tiles do.
 
 With one tile more than there are SMs, a grid of whole tiles takes twice as long: its second wave is
-almost empty (wave quantisation). Split-K halves the tiles and thus the length of the last wave, but
+almost empty (wave quantization). Split-K halves the tiles and thus the length of the last wave, but
 every tile then needs a reduction. Stream-K lines up the k slices of all tiles and cuts the line
 into equal shares, one per worker: only the tiles that are cut need a reduction.
 

@@ -85,7 +85,7 @@ def double_buffer(launcher, start):
 
 
 def by_shifts(start):
-    """Add the eight neighbours of all cells as shifted grids, in integers."""
+    """Add the eight neighbors of all cells as shifted grids, in integers."""
     shifts = [(rows, columns) for rows in (-1, 0, 1) for columns in (-1, 0, 1) if rows or columns]
     state, sums = start, []
     for _ in range(SNAPSHOTS):

@@ -1,4 +1,4 @@
-"""Events between streams order dependent kernels faster than synchronising with the host.
+"""Events between streams order dependent kernels faster than synchronizing with the host.
 
 Four simulations run on four streams, and after each round a kernel couples them: it needs the
 results of all four, and the next round needs its result. In the baseline the host enforces this
@@ -7,10 +7,10 @@ last kernel until the host has woken up and its next launch has arrived. "events
 behind each kernel and lets the dependent stream wait for it (cudaStreamWaitEvent). The host does
 not wait. Its launches and events then set the pace. "graph" captures these launches: the events
 become edges of a CUDA graph, which replaces the 100 kernel launches and the copy by one launch.
-Code that synchronises with the host cannot be captured.
+Code that synchronizes with the host cannot be captured.
 
 The claim is judged on wall time, and both arms run the same 100 kernels. The gain ends where
-kernels run much longer than the delay of a synchronisation. The host still has to wait where it
+kernels run much longer than the delay of a synchronization. The host still has to wait where it
 needs a result to decide what comes next; even there, waiting for one event (cudaEventSynchronize)
 does not wait for the other streams.
 """

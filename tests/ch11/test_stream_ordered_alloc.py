@@ -4,11 +4,11 @@ cudaMalloc maps physical memory and cudaFree unmaps it, which takes tens of micr
 cudaFree also waits until the GPU is idle, which delays the launches after it. A stream-ordered
 allocation (cudaMallocAsync) is an operation in the stream: a step reuses the memory that the step
 before freed, without mapping and without waiting. "pool" returns its memory to the system at every
-synchronisation and maps it again once per call; "retained" keeps it. PyTorch's caching allocator,
+synchronization and maps it again once per call; "retained" keeps it. PyTorch's caching allocator,
 the library arm, is faster than "pool", and 4 % slower than "retained" on an H200.
 
 All arms launch the same kernels, so the difference is the allocator's. The claim is judged on wall
-time, including a synchronisation per call. On an H200 a call with 8 allocations takes 1.01 ms in
+time, including a synchronization per call. On an H200 a call with 8 allocations takes 1.01 ms in
 the baseline, 0.39 in "pool", 0.25 in "retained" and 0.26 in the library arm; from the first kernel
 to the last, the GPU is busy for 22 % of the time in the baseline, and 89 % in "pool". The caching
 allocator also keeps memory that was freed and reuses it in the same stream, without calling CUDA;

@@ -1,6 +1,6 @@
 """One launch for all steps of a stencil, as a graph or with grid barriers, beats one per step.
 
-Each Jacobi step computes a cell from its neighbours' values after the step before, so all blocks
+Each Jacobi step computes a cell from its neighbors' values after the step before, so all blocks
 must have finished a step before any block starts the next. The end of a kernel is such a barrier,
 and a launch per step is the usual way to get it. For a grid of 1 MiB, which stays in the L2 cache,
 a step takes less time than the host needs to launch it. "graph" removes the host's part: the GPU

@@ -13,7 +13,7 @@ ms and the eager one 1.3, and beside an H100 0.9 and 1.9: both depend on the hos
 The claim is judged on wall time, because only the CPU overhead shrinks: the kernels do the same
 work. The 4 KB of data stay in the L2 cache, so the cache is declared warm. A graph is bound to the
 addresses of its capture: new values must be written into the same tensors, shapes must not change,
-and nothing in it may synchronise with the host. It gains nothing where kernels take longer than
+and nothing in it may synchronize with the host. It gains nothing where kernels take longer than
 their launches.
 """
 

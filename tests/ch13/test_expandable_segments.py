@@ -6,7 +6,7 @@ default, PyTorch's caching allocator requests a segment of device memory for eac
 MiB, and keeps it for later tensors that fit. The next step's are larger, and segments cannot be
 merged: memory that is reserved but not allocated (fragmentation) accumulates until the device is
 full, and only then are unused segments returned. With expandable segments there is one range of
-addresses, into which the allocator maps device memory page by page. Neighbouring free blocks merge,
+addresses, into which the allocator maps device memory page by page. Neighboring free blocks merge,
 and the range grows at its end. The library arm takes the least memory: it allocates each layer's
 cache once, at its final length. Where that length is known, it beats both settings, and it copies
 nothing.
@@ -18,7 +18,7 @@ itself: by default it must be at least 5, and with expandable segments at most 2
 are reserved, and 258 by the library arm. At most 287 MiB are allocated at a time: the caches, and
 the last one's predecessor. The aim for expandable segments was 1.1 times that, and 1.33 times were
 measured on an H200. A likely reason is that a layer frees a block that is too small for its next
-tensor, and that such holes inside the range stay mapped until their neighbours are free; what the
+tensor, and that such holes inside the range stay mapped until their neighbors are free; what the
 range held was not examined. The peak of the allocated bytes is a condition that both arms meet:
 what tells them apart is the score and its two bounds.
 

@@ -51,7 +51,7 @@ def tensors(bench):
 
 
 def destinations(bench):
-    # zeros: uninitialised memory may contain the poison of another test
+    # zeros: uninitialized memory may contain the poison of another test
     return torch.randn(bench.size(64, check=8)), torch.zeros(bench.size(64, check=8))
 
 

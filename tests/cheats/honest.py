@@ -724,7 +724,7 @@ def the_same_values_sorted_again():
     return LARGE | {"optimized": lambda x, out: np.copyto(out, np.sort(x, kind="stable"))}
 
 
-# limits, metrics and ordinary GPU behaviour
+# limits, metrics and ordinary GPU behavior
 
 
 @honest()

@@ -21,7 +21,7 @@ from pytest_aiperf.model import Prepared, prepared
 
 
 def vector(dtype=torch.float32, n=64):
-    """Inputs of most tests: a source and an uninitialised destination."""
+    """Inputs of most tests: a source and an uninitialized destination."""
 
     def make():
         torch.manual_seed(7)

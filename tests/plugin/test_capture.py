@@ -165,7 +165,7 @@ def test_a_tool_and_its_preset_are_chosen_by_name():
 
 
 @pytest.mark.parametrize("name", tools.TOOLS)
-def test_every_command_names_its_artefact(name):
+def test_every_command_names_its_artifact(name):
     tool = tools.TOOLS[name]
     assert "minimal" in tool.presets
     assert bool(tool.program) == bool(tool.command)
@@ -229,7 +229,7 @@ def test_ncu_collects_the_metrics_of_figures_and_evidence(make_request, tmp_path
         assert part in words
     assert profile.figures["duration"] > 0
     assert (tmp_path / "artifacts" / "baseline.ncu-rep").stat().st_size
-    assert Path(profile.artefact).samefile(tmp_path / "artifacts" / "baseline.ncu-rep")
+    assert Path(profile.artifact).samefile(tmp_path / "artifacts" / "baseline.ncu-rep")
 
 
 @pytest.mark.parametrize(("arch", "asked"), [("sm90", False), ("sm100", True), ("sm103", True)])
@@ -277,7 +277,7 @@ def test_an_arm_that_only_copies_runs_no_kernel(make_request, monkeypatch):
     profile = capture(make_request("ncu"))
     assert profile.figures == {"kernels": 0.0}
     assert "ran no kernel" in profile.notes[0]
-    assert Path(profile.artefact).read_text()
+    assert Path(profile.artifact).read_text()
     for kernels in ({"required": ("copy_vectors",)}, {"built": ("copy_",)}):
         with pytest.raises(CaptureFailed, match=r"ran no kernel; expected: copy_"):
             capture(make_request("ncu"), **kernels)
@@ -646,8 +646,8 @@ def test_files_of_a_profiled_run_go_to_the_folder_of_the_setting(project):
     project.run("--profile=ncu", "-oaiperf_artifacts=kept/here").assert_outcomes(passed=1)
     assert not (project.path / "artifacts").exists()
     for arm in project.results()["ch07/it"]["profiles"]:
-        assert arm["artefact"].startswith("kept/here/")
-        assert (project.path / arm["artefact"]).stat().st_size
+        assert arm["artifact"].startswith("kept/here/")
+        assert (project.path / arm["artifact"]).stat().st_size
 
 
 def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
@@ -672,7 +672,7 @@ def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
     assert fnmatch(record["diagnosis"]["optimized"], diagnosis)
     assert (record["timing"], record["speedup"]) == (None, None)
     for arm in record["profiles"]:
-        assert (project.path / arm["artefact"]).stat().st_size
+        assert (project.path / arm["artifact"]).stat().st_size
     log = next(project.path.glob("artifacts/*/ch07.it/optimized.log")).read_text()
     assert "-m pytest" in log
     accepted = command("accept", ".aiperf/latest/results.json")

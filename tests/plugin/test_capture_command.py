@@ -164,7 +164,7 @@ def test_any_command_is_profiled_from_start_to_end(capfd):
     [part] = record().captures[0].parts
     assert part.profile.figures["kernels"] == 2
     assert [row.name for row in part.ranges] == ["forward"]
-    assert Path(part.profile.artefact).is_file()
+    assert Path(part.profile.artifact).is_file()
 
 
 def test_files_go_to_the_folder_of_artifacts(tmp_path):
@@ -172,7 +172,7 @@ def test_files_go_to_the_folder_of_artifacts(tmp_path):
     assert not Path("artifacts").exists()
     [found] = (tmp_path / "kept").glob("*/true/capture.json")
     [part] = command.load(found.parent).captures[0].parts
-    assert Path(part.profile.artefact).resolve().is_relative_to(tmp_path / "kept")
+    assert Path(part.profile.artifact).resolve().is_relative_to(tmp_path / "kept")
     assert (found.parents[1] / "CACHEDIR.TAG").exists()
 
 
@@ -463,7 +463,7 @@ def test_a_script_is_recorded_without_a_change(status):
     assert part.profile.figures["operators"] >= 3
     assert [row.name for row in part.ranges] == ["forward", "update"]
     assert all(row.seconds > 0 for row in part.ranges)
-    assert part.profile.artefact.endswith(".pt.trace.json")  # as TensorBoard expects it
+    assert part.profile.artifact.endswith(".pt.trace.json")  # as TensorBoard expects it
 
 
 PRODUCT = """\

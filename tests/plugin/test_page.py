@@ -207,7 +207,7 @@ def test_a_tile_counts_only_claims_that_are_met_as_faster():
     assert '<span class="tag t-undecided">UNDECIDED</span>' in text
 
 
-def test_artefacts_are_linked_from_where_the_page_lies(tmp_path):
+def test_artifacts_are_linked_from_where_the_page_lies(tmp_path):
     assert page._link("artifacts/a b.rep", Path("out")) == "./../artifacts/a%20b.rep"
     assert page._link("javascript:alert(1)", Path()) == ""
     assert page._link("//elsewhere.org/x", Path("/")).startswith("./")

@@ -1,4 +1,4 @@
-"""The parsers read the samples (see samples/record.py) and refuse empty or broken artefacts."""
+"""The parsers read the samples (see samples/record.py) and refuse empty or broken artifacts."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def test_an_ncu_report_gives_its_figures_in_base_units(report):
     profile = read("ncu", report, "baseline", ["copy_strided", "copy_vectors"])
     figures, units = profile.figures, profile.units
 
-    assert (profile.tool, profile.arm, profile.artefact) == ("ncu", "baseline", str(report))
+    assert (profile.tool, profile.arm, profile.artifact) == ("ncu", "baseline", str(report))
     assert 20e-6 < figures["duration"] < 1e-3
     assert units["duration"] == "s"
     for name in ("dram share", "l2 share", "l1 share", "sm share", "occupancy", "l2 hit rate"):

@@ -381,7 +381,7 @@ def test_the_next_commands_can_be_typed(tmp_path, monkeypatch):
 
 
 class Reporter:
-    """Stands in for pytest's terminal reporter; notes the colour of each text."""
+    """Stands in for pytest's terminal reporter; notes the color of each text."""
 
     def __init__(self):
         self.text, self.colours = "", {}

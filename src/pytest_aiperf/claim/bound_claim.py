@@ -39,6 +39,9 @@ WORK_DTYPES: Final = (*get_args(PrecisionName), "int8")  #: Names for the dtype 
 BEFORE_OTHERS = "before another arm had run"
 """Name of the baseline's times before another arm had run. If its timed calls are slower than
 these, another arm may be the reason."""
+WITH_COLLECTION = "with garbage collection on, which is off in timed calls"
+"""Name of its times with garbage collection."""
+IN_THREAD = "when a thread called it"  #: Name of its times where no call stack shows the harness.
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
 DECOY_OFFSET = 500_009
 """Added to a set's seed to draw the decoy values for the setup of a prepared arm. No input set has
@@ -489,24 +492,20 @@ class BoundClaim:
         return bind(self.prepare("baseline", inputs), inputs.args)
 
     def _time_baseline(self) -> dict[str, float]:
-        """Time calls of the baseline in blocks, and in ways in which no harness calls it.
+        return {how: self.time_baseline(how) for how in (BEFORE_OTHERS, WITH_COLLECTION, IN_THREAD)}
+
+    def time_baseline(self, how: str) -> float:
+        """Return the shorter time of two calls of the baseline in a block, or as ``how`` says.
 
         A baseline could see that garbage collection is off, or the harness in the call stack, and
         be slow only then.
         """
-        as_it_is = gc.enable if gc.isenabled() else nothing
-
-        def timed(before: Callable[[], object]) -> float:
-            return self.device.block([self._baseline_call()], Mode.WALL).run(before)
-
-        seconds = {
-            BEFORE_OTHERS: min(timed(nothing), timed(nothing)),
-            "with garbage collection on, which is off in timed calls": min(
-                timed(as_it_is), timed(as_it_is)
-            ),
-        }
-        seconds["when a thread called it"] = min(self._time_in_thread() for _ in range(2))
-        return seconds
+        if how == IN_THREAD:
+            return min(self._time_in_thread() for _ in range(2))
+        collects = how == WITH_COLLECTION and gc.isenabled()
+        before = gc.enable if collects else nothing
+        block = self.device.block
+        return min(block([self._baseline_call()], Mode.WALL).run(before) for _ in range(2))
 
     def _time_in_thread(self) -> float:
         def prepared() -> tuple[Callable[..., object], Args]:

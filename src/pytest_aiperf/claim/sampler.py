@@ -417,7 +417,7 @@ class Sampler:
         bound = self.bound
         if buffers is None:
             names = self.ladder.arms
-            bound.random.shuffle(names)  # the order of allocation must not favour an arm
+            bound.random.shuffle(names)  # the order of allocation must not favor an arm
             buffers = []
             for name in names:
                 padding = self.device.random_padding(bound.random)
@@ -901,12 +901,15 @@ class Sampler:
             blocks = list(_seconds(replicates, name))
             noise = statistics.median(blocks) / min(blocks)
             timed_s = min(*blocks, *self._alone_s.get(name, ()))
-            if timed_s > SLOWED_BASELINE * noise * alone_s + WAKING_S:
-                was, is_ = (si(seconds, "s") for seconds in (alone_s, timed_s))
-                how = next(how for how, s in ways.items() if s <= ALIKE * alone_s)
-                by_others = how == BEFORE_OTHERS
+            slowed_s = (timed_s - WAKING_S) / (SLOWED_BASELINE * noise)
+            if alone_s >= slowed_s:
+                continue
+            how = next(how for how, s in ways.items() if s <= ALIKE * alone_s)
+            by_others = how == BEFORE_OTHERS
+            # other work on the machine may have begun after the calls before timing
+            if by_others or rung.bound.time_baseline(how) < slowed_s:
                 reports = self._slowed_baselines if by_others else self._slow_when_timed
-                reports[name] = f"{is_}, but {was} {how}"
+                reports[name] = f"{si(timed_s, 's')}, but {si(alone_s, 's')} {how}"
 
     def _find_slowed_by_others(self, replicates: Sequence[Replicate]) -> None:
         """Compare blocks that follow another arm's with those that follow one of the same arm.

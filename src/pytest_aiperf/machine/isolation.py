@@ -111,7 +111,7 @@ def supervise(
     group gets SIGTERM, and SIGKILL ``grace_s`` seconds later. An exception that escapes ``work``
     arrives as a message ``crash`` with its traceback as ``text``. An exception in this function,
     or in ``on_message``, kills the claim and reaches the caller. Call this from a process that
-    has not initialised CUDA.
+    has not initialized CUDA.
     """
     _flush()  # otherwise the child, which flushes at its end, would write the same text again
     control, supervisor_control = socketpair()

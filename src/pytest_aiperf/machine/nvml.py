@@ -1,4 +1,4 @@
-"""Properties and state of the GPUs, read from NVML so that CUDA stays uninitialised."""
+"""Properties and state of the GPUs, read from NVML so that CUDA stays uninitialized."""
 
 import os
 import re
@@ -115,9 +115,9 @@ def energy_j(uuid: str) -> float | None:
 
 
 def _nvml() -> tuple[Any, str]:
-    """Return the initialised NVML, or None and the reason.
+    """Return the initialized NVML, or None and the reason.
 
-    NVML may be initialised repeatedly, also in a forked process, so nothing is cached.
+    NVML may be initialized repeatedly, also in a forked process, so nothing is cached.
     """
     try:
         import pynvml

@@ -46,7 +46,7 @@ class CaptureRequest:
 
     tool: Tool
     preset: str  #: One of the tool's presets.
-    folder: Path  #: Where artefacts and logs are written.
+    folder: Path  #: Where artifacts and logs are written.
     target: tuple[str, ...]  #: Command of the process that is profiled; it runs one arm.
     deadline_s: float  #: Seconds after which the process is killed.
     calls: int = 1  #: Number of calls inside the profiled range.
@@ -66,7 +66,7 @@ class ExpectedKernels:
 
 
 def run_folder(artifacts: Path, run: str) -> Path:
-    """Create the folder for a run's artefacts, tagged so that `clean` removes it."""
+    """Create the folder for a run's artifacts, tagged so that `clean` removes it."""
     folder = artifacts / run
     create_tagged(folder)
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -174,7 +174,7 @@ def _findings(
                 values = [profile.figures[name] for name in names if name in profile.figures]
                 if not values:
                     raise CaptureFailed(
-                        f"{profile.artefact} has no {piece.of}, which the evidence names: see "
+                        f"{profile.artifact} has no {piece.of}, which the evidence names: see "
                         "`ncu --query-metrics` for the metrics of this GPU"
                     )
                 figures[arm] = {piece.of: values[0]}
@@ -204,8 +204,8 @@ def _first_finding(profiles: Sequence[Profile]) -> str:
     for profile in profiles:
         if tools.TOOLS[profile.tool].is_checker and profile.figures["findings"]:
             count = f"{profile.figures['findings']:.0f} findings"
-            first = profile.notes[0] if profile.notes else "see the artefact"
-            return f"{profile.arm}: {count} ({profile.artefact}), the first: {first}"
+            first = profile.notes[0] if profile.notes else "see the artifact"
+            return f"{profile.arm}: {count} ({profile.artifact}), the first: {first}"
     return ""
 
 
@@ -243,10 +243,10 @@ def _capture(
             metrics = ncu.ncu_metrics(arch, [metric for metric, _ in kernels.counters])
             command += ("--metrics", ",".join(metrics))
             command += ("--cache-control", "none") if kernels.cache == "warm" else ()
-    artefact = request.folder / (f"{arm}.{tool.name}" if tool.steps else f"{arm}{tool.suffix}")
+    artifact = request.folder / (f"{arm}.{tool.name}" if tool.steps else f"{arm}{tool.suffix}")
 
     def run_step(step: str) -> CaptureReply:
-        stem = artefact / step if step else request.folder / arm
+        stem = artifact / step if step else request.folder / arm
         calls, seed = request.calls, request.seed
         job = CaptureJob(
             tool.name, request.preset, arm, calls, seed, str(stem), "", (*before,), request.turn
@@ -262,7 +262,7 @@ def _capture(
 
     with ThreadPoolExecutor() as pool:
         reply, *_ = pool.map(run_step, tool.steps or ("",))
-    if not artefact.exists():
+    if not artifact.exists():
         if kernels.required or kernels.built:
             names = ", ".join(kernels.required or kernels.built)
             raise CaptureFailed(f"the {arm} arm ran no kernel; expected: {names}")
@@ -271,7 +271,7 @@ def _capture(
         return Profile(tool.name, arm, log, {"kernels": 0.0}, notes=(note,)), reply
     profile = parsers.read(
         tool.name,
-        artefact,
+        artifact,
         arm,
         kernels.required,
         counters=kernels.counters,
@@ -282,7 +282,7 @@ def _capture(
     has_built = any(part in name for part in kernels.built for name in ran)
     if kernels.built and ran and not has_built and not is_cut:
         raise CaptureFailed(
-            f"{artefact} has none of the kernels that the claim builds "
+            f"{artifact} has none of the kernels that the claim builds "
             f"({', '.join(kernels.built)}): the {arm} arm ran {', '.join(ran[:3])}"
         )
     files = {request.folder / f"{arm}{suffix}": what for suffix, what in tool.further.items()}
@@ -290,7 +290,7 @@ def _capture(
     output = request.folder / f"{arm}.log"
     chosen = tools.autotuned(output.read_text(errors="replace")) if output.exists() else []
     notes = (*profile.notes, *filter(None, [invocation.note]), *chosen, *further)
-    return replace(profile, artefact=os.path.relpath(artefact), notes=notes), reply
+    return replace(profile, artifact=os.path.relpath(artifact), notes=notes), reply
 
 
 def _run_target(
@@ -305,8 +305,8 @@ def _run_target(
     """
     tool, stem = request.tool, Path(job.stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    log, artefact = Path(f"{stem}.log"), Path(f"{stem}{tool.suffix}")
-    artefact.unlink(missing_ok=True)  # an earlier invocation may have left it
+    log, artifact = Path(f"{stem}.log"), Path(f"{stem}{tool.suffix}")
+    artifact.unlink(missing_ok=True)  # an earlier invocation may have left it
     with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch:
         names = {"stem": str(stem), "step": stem.name, "scratch": scratch}
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
@@ -323,7 +323,7 @@ def _run_target(
             reply = from_json(CaptureReply, json.loads(reply_file.read_text()))
         if tool.report:
             tools.write_reports(tool, tool_command[0], stem)
-    if artefact.exists() and artefact.stat().st_size:
+    if artifact.exists() and artifact.stat().st_size:
         return reply
     output = log.read_text(errors="replace")
     if tool.no_kernels_message and tool.no_kernels_message in output and not reply.error:

@@ -53,7 +53,7 @@ class CommandRequest:
 
     tool: Tool
     preset: str  #: One of the tool's presets.
-    folder: Path  #: Where artefacts and logs are written.
+    folder: Path  #: Where artifacts and logs are written.
     command: tuple[str, ...]
     selection: Selection = timeline.ALL  #: Range and kernels that count.
     launch_skip: int = 0  #: Kernel launches that ncu skips, of those that the selection contains.
@@ -346,11 +346,11 @@ def _parts(
     request: CommandRequest, invocation: Invocation, binary: str | None, log: Path, why: str
 ) -> Iterator[Part]:
     tool, output = request.tool, log.read_text(errors="replace")
-    artefact = _stem(request)
-    if not artefact.is_dir():
-        artefact = Path(f"{artefact}{tool.suffix}")
-    wrote = any(artefact.iterdir()) if artefact.is_dir() else artefact.is_file()
-    if not wrote or (artefact.is_file() and not artefact.stat().st_size):
+    artifact = _stem(request)
+    if not artifact.is_dir():
+        artifact = Path(f"{artifact}{tool.suffix}")
+    wrote = any(artifact.iterdir()) if artifact.is_dir() else artifact.is_file()
+    if not wrote or (artifact.is_file() and not artifact.stat().st_size):
         shown = os.path.relpath(log)
         if tool.no_kernels_message and tool.no_kernels_message in output:
             raise CaptureFailed(
@@ -372,7 +372,7 @@ def _parts(
         reason = next((line for line in lines if "error" in line.lower()), why or "no report")
         raise CaptureFailed(f"{tool.name} captured nothing ({reason[:300]}); see {shown}")
     notes = [*filter(None, [invocation.note]), *tools.autotuned(output)]
-    for name, file, reading in _readings(request, Path(os.path.relpath(artefact)), binary):
+    for name, file, reading in _readings(request, Path(os.path.relpath(artifact)), binary):
         is_limited = "--launch-count" in invocation.arguments and request.launch_count is None
         if is_limited and reading.figures["kernels"][0] >= ncu.MAX_LAUNCHES:
             notes.append(
@@ -397,7 +397,7 @@ def _part(request: CommandRequest, name: str, file: Path, reading: Reading) -> P
 
 
 def _readings(
-    request: CommandRequest, artefact: Path, binary: str | None
+    request: CommandRequest, artifact: Path, binary: str | None
 ) -> list[tuple[str, Path, Reading]]:
     """Read a tool's file, or folder: yield the name, file and figures of each process or GPU.
 
@@ -406,24 +406,24 @@ def _readings(
     selection = request.selection
     match request.tool.name:
         case "nsys":
-            by_gpu = timeline.nsys_by_gpu(artefact, binary, selection)
-            return [(name, artefact, reading) for name, reading in by_gpu.items()]
+            by_gpu = timeline.nsys_by_gpu(artifact, binary, selection)
+            return [(name, artifact, reading) for name, reading in by_gpu.items()]
         case "ncu":
             counters = [(metric, "") for metric in request.metrics]
-            reading = Reading(*ncu.ncu(artefact, counters, binary))
+            reading = Reading(*ncu.ncu(artifact, counters, binary))
             reading.notes.extend(ncu.lacking(request.metrics, reading.figures))
-            return [("", artefact, reading)]
+            return [("", artifact, reading)]
         case "torch":
-            found = _by_process(artefact, lambda file: timeline.torch_trace(file, selection))
+            found = _by_process(artifact, lambda file: timeline.torch_trace(file, selection))
             return _with_skew(found)
         case "memory":
-            return _by_process(artefact, parsers.memory)
+            return _by_process(artifact, parsers.memory)
         case other:
             others: Mapping[str, Callable[[Path], Reading]] = {
                 "hta": parsers.hta, "sanitizer": parsers.sanitizer, "perf": parsers.perf,
                 "proton": parsers.proton,
             }  # fmt: skip
-            return [("", artefact, others[other](artefact))]
+            return [("", artifact, others[other](artifact))]
 
 
 def _by_process(folder: Path, read: Callable[[Path], Reading]) -> list[tuple[str, Path, Reading]]:

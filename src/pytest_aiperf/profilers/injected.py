@@ -4,7 +4,7 @@
 process of the profiled command then runs it when it starts. The interpreter may be another one than
 that of pytest-aiperf, so this file imports nothing of the package, and works from Python 3.9 on.
 
-Recording starts when PyTorch initialises CUDA, or where there is no GPU after `import torch`, and
+Recording starts when PyTorch initializes CUDA, or where there is no GPU after `import torch`, and
 ends with the process. A process that does nothing in PyTorch, such as torchrun itself, leaves no
 file.
 """
@@ -67,13 +67,13 @@ class _TorchFinder:
 
 
 def has_gpu() -> bool:
-    """Return whether a GPU is visible, without CUDA: a process may initialise it after a fork."""
+    """Return whether a GPU is visible, without CUDA: a process may initialize it after a fork."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 def _when_used(torch: Any, start: Callable[[], object]) -> None:
-    """Call ``start`` when CUDA is initialised: earlier, programs may still choose their GPUs."""
+    """Call ``start`` when CUDA is initialized: earlier, programs may still choose their GPUs."""
     if not has_gpu():
         start()
         return
@@ -82,7 +82,7 @@ def _when_used(torch: Any, start: Callable[[], object]) -> None:
 
     def lazy_init() -> None:
         initialise()
-        # this is called again while CUDA is being initialised: torch then checks the GPUs, say
+        # this is called again while CUDA is being initialized: torch then checks the GPUs, say
         if torch.cuda.is_initialized() and not is_started:
             is_started.append(True)
             start()

@@ -144,7 +144,7 @@ def counter(metric: str, kernel: str) -> str:
 
 
 def ncu(
-    artefact: Path,
+    artifact: Path,
     counters: Collection[tuple[str, str]] = (),
     binary: str | None = None,
     *,
@@ -155,10 +155,10 @@ def ncu(
     ``counters`` are pairs of a further metric and a part of a kernel's name. Their figures stay in
     ncu's units. ``limited`` is whether at most MAX_LAUNCHES kernels were to be profiled.
     """
-    kernels = _kernels(artefact, [metric for metric, _ in counters], binary)
+    kernels = _kernels(artifact, [metric for metric, _ in counters], binary)
     if not kernels:
         raise CaptureFailed(
-            f"{artefact} holds no kernels: the profiled range was not entered or launched "
+            f"{artifact} holds no kernels: the profiled range was not entered or launched "
             "nothing, or ncu_report is older than the ncu that wrote the report "
             "(pip install -U ncu-report)"
         )
@@ -221,24 +221,24 @@ def _unit(metric: str) -> str:
     return next((unit for part, unit in units.items() if part in metric), "")
 
 
-def _kernels(artefact: Path, counters: Collection[str], binary: str | None) -> list[Kernel]:
+def _kernels(artifact: Path, counters: Collection[str], binary: str | None) -> list[Kernel]:
     """Read a report in a separate process, because NVIDIA's reader may crash the process."""
-    if not artefact.is_file():
-        raise CaptureFailed(f"ncu did not write {artefact}: see the log beside it")
-    command = [sys.executable, "-m", __name__, str(artefact), binary or "", *counters]
+    if not artifact.is_file():
+        raise CaptureFailed(f"ncu did not write {artifact}: see the log beside it")
+    command = [sys.executable, "-m", __name__, str(artifact), binary or "", *counters]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         return [Kernel(*row) for row in json.loads(done.stdout)]
     except ValueError:
         crash = f"its reader crashed with exit code {done.returncode}"
         error = (done.stderr.strip().splitlines() or [crash])[-1]
-        raise CaptureFailed(f"{artefact} cannot be read: {error}") from None
+        raise CaptureFailed(f"{artifact} cannot be read: {error}") from None
 
 
 def _rows(
-    artefact: str, binary: str, *counters: str
+    artifact: str, binary: str, *counters: str
 ) -> Iterator[tuple[str, float, dict[str, float]]]:
-    report = _ncu_report(binary or None).load_report(artefact)
+    report = _ncu_report(binary or None).load_report(artifact)
     metrics = {*_MORE.values(), *itertools.chain.from_iterable(NCU_METRICS.values()), *counters}
     ranges = [report.range_by_idx(k) for k in range(report.num_ranges())]
     for action in (r.action_by_idx(k) for r in ranges for k in range(r.num_actions())):

@@ -24,7 +24,7 @@ _RANGES: Final = 20  #: Maximum number of the program's own ranges in the notes.
 
 def read(
     tool: str,
-    artefact: Path,
+    artifact: Path,
     arm: str,
     required: Collection[str] = (),
     *,
@@ -45,23 +45,23 @@ def read(
         "torch": torch_trace, "hta": hta, "proton": proton,
         "memory": memory, "sanitizer": sanitizer, "perf": perf,
     }  # fmt: skip
-    reading = Reading(*parsers[tool](artefact))
-    found = profile(tool, artefact, arm, reading)
+    reading = Reading(*parsers[tool](artifact))
+    found = profile(tool, artifact, arm, reading)
     missing = [part for part in required if not any(part in kernel for kernel in found.kernels)]
     if missing and CUT not in found.notes and tool not in ("memory", "sanitizer", "perf"):
         raise CaptureFailed(
-            f"{artefact} lacks the kernel {missing[0]}: the {arm} arm ran "
+            f"{artifact} lacks the kernel {missing[0]}: the {arm} arm ran "
             f"{', '.join(found.kernels[:TOP]) or 'no kernels'}"
         )
     return replace(found, notes=(*found.notes, *map(sentence, reading.ranges[:_RANGES])))
 
 
-def profile(tool: str, artefact: Path, arm: str, reading: Reading) -> Profile:
+def profile(tool: str, artifact: Path, arm: str, reading: Reading) -> Profile:
     """Return what a parser read as the profile of an arm, or of a process or GPU of a command."""
     values = {name: float(value) for name, (value, _) in reading.figures.items()}
     units = {name: unit for name, (_, unit) in reading.figures.items()}
     kernels = tuple(map(normalize_name, reading.kernels))
-    return Profile(tool, arm, str(artefact), values, units, kernels, tuple(reading.notes))
+    return Profile(tool, arm, str(artifact), values, units, kernels, tuple(reading.notes))
 
 
 def hta(folder: Path) -> Reading:
@@ -139,9 +139,9 @@ def _mean(rows: list[dict[str, Any]], column: str) -> float:
     return statistics.fmean(row[column] for row in rows)
 
 
-def proton(artefact: Path) -> Reading:
+def proton(artifact: Path) -> Reading:
     """Read Proton's tree: below the scope "aiperf" if that exists, otherwise the whole tree."""
-    tree = load_json(artefact, "Proton hatchet tree")
+    tree = load_json(artifact, "Proton hatchet tree")
     roots = [node for node in tree if "frame" in node] if isinstance(tree, list) else []
     try:
         nodes = [(depth, node) for root in roots for depth, node in _walk(root)]
@@ -159,9 +159,9 @@ def proton(artefact: Path) -> Reading:
             "kernels": (sum(node["metrics"]["count"] for node in ran), ""),
         }
     except (KeyError, TypeError, AttributeError) as error:
-        raise CaptureFailed(f"{artefact} is not a Proton hatchet tree ({error!r})") from error
+        raise CaptureFailed(f"{artifact} is not a Proton hatchet tree ({error!r})") from error
     if not ran:
-        raise CaptureFailed(f"{artefact} holds no kernels: the captured call launched nothing")
+        raise CaptureFailed(f"{artifact} holds no kernels: the captured call launched nothing")
     return Reading(figures, [node["frame"]["name"] for node in ran], lines[:_TREE_LINES])
 
 
@@ -190,14 +190,14 @@ _MAX_ALLOCATIONS: Final = 1000
 microsecond, if the allocator has the memory already, so that these cost about a millisecond."""
 
 
-def memory(artefact: Path) -> Reading:
+def memory(artifact: Path) -> Reading:
     """Read the figures of PyTorch's allocator, which the profiled process wrote as JSON.
 
     ``peak`` is the most bytes allocated at one time, ``allocated`` the bytes after the call,
     ``allocations`` the number of allocations during the call, ``reserved`` the most bytes that the
     allocator held, and ``inactive split`` the free bytes in blocks of which a part is in use.
     """
-    content = load_json(artefact, "record of PyTorch's allocator")
+    content = load_json(artifact, "record of PyTorch's allocator")
     units = {
         "peak": "B", "allocated": "B", "allocations": "", "reserved": "B", "inactive split": "B"
     }  # fmt: skip
@@ -205,11 +205,11 @@ def memory(artefact: Path) -> Reading:
         figures: Figures = {name: (float(content[name]), unit) for name, unit in units.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise CaptureFailed(
-            f"{artefact} is not a record of PyTorch's allocator ({error!r})"
+            f"{artifact} is not a record of PyTorch's allocator ({error!r})"
         ) from error
     if not figures["peak"][0]:
         raise CaptureFailed(
-            f"{artefact} has no allocation: PyTorch's allocator sees only tensors on the GPU"
+            f"{artifact} has no allocation: PyTorch's allocator sees only tensors on the GPU"
         )
     peak, allocated = figures["peak"][0], figures["allocated"][0]
     notes = []
@@ -233,11 +233,11 @@ def memory(artefact: Path) -> Reading:
     return Reading(figures, [], notes)
 
 
-def sanitizer(artefact: Path) -> Reading:
+def sanitizer(artifact: Path) -> Reading:
     """Read the XML of compute-sanitizer: one file, or a folder with one file per tool."""
-    files = sorted(artefact.glob("*.xml")) if artefact.is_dir() else [artefact]
+    files = sorted(artifact.glob("*.xml")) if artifact.is_dir() else [artifact]
     if not files:
-        raise CaptureFailed(f"{artefact} has no XML file of compute-sanitizer: see its log")
+        raise CaptureFailed(f"{artifact} has no XML file of compute-sanitizer: see its log")
     by_tool = [(re.split(r"[._-]", file.stem)[-1], list(_records(file))) for file in files]
     figures: Figures = {"findings": (sum(len(records) for _, records in by_tool), "")}
     figures |= {f"{tool} findings": (len(records), "") for tool, records in by_tool}
@@ -278,16 +278,16 @@ def _sentence(record: ET.Element) -> str:
     return sentence
 
 
-def perf(artefact: Path) -> Reading:
+def perf(artifact: Path) -> Reading:
     """Read the text of ``perf report --stdio``: the fraction of host time in each symbol."""
     try:
-        text = artefact.read_text(errors="replace")
+        text = artifact.read_text(errors="replace")
     except OSError as error:
-        raise CaptureFailed(f"perf did not write {artefact}: see the log beside it") from error
+        raise CaptureFailed(f"perf did not write {artifact}: see the log beside it") from error
     rows = re.findall(r"^ *(?:[\d.]+% +)?([\d.]+)% .*?\[[.kguH]\] +(\S.*?) *$", text, re.MULTILINE)
     if not rows:
         raise CaptureFailed(
-            f"{artefact} has no symbols: the call was too short to be sampled, or "
+            f"{artifact} has no symbols: the call was too short to be sampled, or "
             "kernel.perf_event_paranoid forbids sampling"
         )
     figures: Figures = {

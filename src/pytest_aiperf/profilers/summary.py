@@ -114,7 +114,7 @@ def _figures(each: ToolCapture) -> Section:
         arm = f"{part.profile.arm}: " if len(each.parts) > 1 else ""
         remarks += [f"{arm}{note}" for note in part.profile.notes]
         remarks += [f"{arm}{part.diagnosis}"] if part.diagnosis else []
-    remarks += list(dict.fromkeys(part.profile.artefact for part in each.parts))
+    remarks += list(dict.fromkeys(part.profile.artifact for part in each.parts))
     if each.error:
         remarks.append(f"no figures: {each.error}")
     if each.log:

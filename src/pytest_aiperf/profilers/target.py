@@ -43,7 +43,7 @@ class CaptureJob:
     arm: str
     calls: int  #: Number of calls inside the profiled range.
     seed: int  #: Random seed for the inputs.
-    stem: str  #: Path of the artefact without its suffix.
+    stem: str  #: Path of the artifact without its suffix.
     scratch: str  #: Folder for the reply, for perf's FIFOs and for the file WAITING.
     before: tuple[Profile, ...] = ()
     """Profiles that the same test made before this one: the process does not make them again."""

@@ -107,30 +107,30 @@ _START_END: Final = 60  #: nsys's type of the event of a range that may end in a
 _NEW_DOMAIN: Final = 75  #: nsys's type of the event that names a domain of ranges.
 
 
-def nsys(artefact: Path, binary: str | None = None, selection: Selection = ALL) -> Reading:
+def nsys(artifact: Path, binary: str | None = None, selection: Selection = ALL) -> Reading:
     """Read an nsys report or its SQLite export; ``binary`` is the nsys that makes the export."""
-    return _nsys_reading(_nsys_timeline(artefact, binary), artefact, selection)
+    return _nsys_reading(_nsys_timeline(artifact, binary), artifact, selection)
 
 
 def nsys_by_gpu(
-    artefact: Path, binary: str | None = None, selection: Selection = ALL
+    artifact: Path, binary: str | None = None, selection: Selection = ALL
 ) -> dict[str, Reading]:
     """Read an nsys report process by process and GPU by GPU; the key names the GPU.
 
     The readings of a single GPU and process have the key "". GPUs on which the selected range
     launched nothing are left out, unless it launched nothing on any GPU.
     """
-    timeline = _nsys_timeline(artefact, binary)
+    timeline = _nsys_timeline(artifact, binary)
     places = sorted({*timeline.places.values()}, key=lambda place: (place[1], place[0]))
     if len(places) < 2:
-        return {"": _nsys_reading(timeline, artefact, selection)}
+        return {"": _nsys_reading(timeline, artifact, selection)}
     shared = Counter(gpu for _, gpu in places)
     readings, error = {}, None
     for process, gpu in places:
         name = f"GPU {gpu} (pid {process})" if shared[gpu] > 1 else f"GPU {gpu}"
         try:
             part = _part(timeline, process, gpu)
-            readings[name] = _nsys_reading(part, artefact, selection)
+            readings[name] = _nsys_reading(part, artifact, selection)
         except CaptureFailed as failure:
             error = failure
     if not readings and error is not None:
@@ -159,11 +159,11 @@ def _pid(process: Hashable) -> int:
     return int(process) & ((1 << _PID_BITS) - 1) if isinstance(process, int) else 0
 
 
-def _nsys_timeline(artefact: Path, binary: str | None) -> Timeline:
-    exported = artefact
-    if artefact.suffix != ".sqlite":
-        exported = artefact.with_suffix(".sqlite")
-        _export(artefact, exported, binary)
+def _nsys_timeline(artifact: Path, binary: str | None) -> Timeline:
+    exported = artifact
+    if artifact.suffix != ".sqlite":
+        exported = artifact.with_suffix(".sqlite")
+        _export(artifact, exported, binary)
     try:
         with closing(sqlite3.connect(f"{exported.absolute().as_uri()}?mode=ro", uri=True)) as db:
             launched = list(_nsys_activities(db))
@@ -247,8 +247,8 @@ def _nsys_ranges(db: sqlite3.Connection) -> Iterator[Range]:
         yield Range(name, start / 1e9, seconds, process, nested)
 
 
-def _nsys_reading(timeline: Timeline, artefact: Path, selection: Selection) -> Reading:
-    selected = _select(timeline, artefact, selection)
+def _nsys_reading(timeline: Timeline, artifact: Path, selection: Selection) -> Reading:
+    selected = _select(timeline, artifact, selection)
     if not selected.activities:
         what = "nothing that ran on a GPU"
         if selection.kernel and timeline.activities:
@@ -256,17 +256,17 @@ def _nsys_reading(timeline: Timeline, artefact: Path, selection: Selection) -> R
         is_ranged = _windows(timeline, selection)
         where = f" inside the range {selection.nvtx or RANGE!r}" if is_ranged else ""
         raise CaptureFailed(
-            f"{artefact} has {what}{where}: "
+            f"{artifact} has {what}{where}: "
             "check that the call launches work, and that nsys traces CUDA"
         )
     return _reading(selected, _windows(timeline, selection))
 
 
-def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
+def torch_trace(artifact: Path, selection: Selection = ALL) -> Reading:
     """Read a Chrome trace of torch.profiler; the notes list operators and graph breaks."""
-    content = load_json(artefact, "torch.profiler trace")
+    content = load_json(artifact, "torch.profiler trace")
     if not isinstance(content, dict):
-        raise CaptureFailed(f"{artefact} is not a torch.profiler trace: it has no events")
+        raise CaptureFailed(f"{artifact} is not a torch.profiler trace: it has no events")
     events = trace.events(content.get("traceEvents", ()))
     ranges = [
         Range(e.name, e.start, e.end, thread=None if e.name == RANGE else e.thread)
@@ -285,14 +285,14 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
     main: dict[Hashable, Hashable] = {0: next(threads, None)}
     frames = [Range(e.name, e.start, e.end, 0, e.thread) for e in events if e.category == _FRAME]
     timeline = Timeline(trace.activities(events), calls, ranges, main, {}, frames)
-    selected = _select(timeline, artefact, selection)
+    selected = _select(timeline, artifact, selection)
     windows = _windows(timeline, selection)
     is_inside = _is_inside(windows)
     operators = [e for e in events if e.category == "cpu_op" and is_inside(e.start)]
     if not (selected.activities or operators):
         where = f" inside the range {selection.nvtx or RANGE!r}" if windows else ""
         raise CaptureFailed(
-            f"{artefact} has no operators and no kernels{where}: "
+            f"{artifact} has no operators and no kernels{where}: "
             "the call uses neither PyTorch nor a GPU; --profile=perf shows what the CPU does"
         )
     figures, kernels, notes, rows = _reading(selected, windows)
@@ -366,16 +366,16 @@ def _nsys_activities(db: sqlite3.Connection) -> Iterator[tuple[Activity, int, in
             )
 
 
-def load_json(artefact: Path, what: str) -> Any:
+def load_json(artifact: Path, what: str) -> Any:
     """Read JSON that may be gzipped; ``what`` names the expected content in the error message."""
     try:
-        content = artefact.read_bytes()
+        content = artifact.read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         # kernel names may contain control characters, which strict JSON forbids
         return json.loads(content, strict=False)
     except (OSError, EOFError, ValueError) as error:
-        raise CaptureFailed(f"{artefact} is not a {what} ({error})") from error
+        raise CaptureFailed(f"{artifact} is not a {what} ({error})") from error
 
 
 def _is_inside(windows: Collection[Range]) -> Callable[[float], bool]:
@@ -401,13 +401,13 @@ def _windows(timeline: Timeline, selection: Selection) -> list[Range]:
     return [each for each in timeline.ranges if each.name == (selection.nvtx or RANGE)]
 
 
-def _select(timeline: Timeline, artefact: Path, selection: Selection) -> Timeline:
+def _select(timeline: Timeline, artifact: Path, selection: Selection) -> Timeline:
     """Keep the API calls that start in the selected range, and what these calls launched."""
     windows = _windows(timeline, selection)
     if selection.nvtx and not windows:
         names = ", ".join(dict.fromkeys(each.name for each in timeline.ranges)) or "none"
         raise CaptureFailed(
-            f"{artefact} has no range {selection.nvtx!r}: its ranges are {names[:300]}"
+            f"{artifact} has no range {selection.nvtx!r}: its ranges are {names[:300]}"
         )
     activities, calls, ranges = timeline.activities, timeline.calls, timeline.ranges
     if windows:

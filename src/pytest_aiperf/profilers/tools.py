@@ -33,13 +33,13 @@ class Invocation:
 class Tool:
     """A profiler.
 
-    In ``command``, ``steps`` and ``report``, ``{stem}`` is the artefact's path without its suffix,
+    In ``command``, ``steps`` and ``report``, ``{stem}`` is the artifact's path without its suffix,
     ``{step}`` the name of the step, and ``{scratch}`` a folder that is deleted after the run.
     """
 
     name: str  #: Name in ``--profile=NAME``.
     install: str  #: How to install it.
-    suffix: str  #: Suffix of the file that it writes (the artefact).
+    suffix: str  #: Suffix of the file that it writes (the artifact).
     presets: Mapping[str, tuple[Invocation, ...]]
     """Name of a preset to its invocations: if one fails, the next one is tried."""
     program: str = ""  #: Program to run; empty for a Python module.

@@ -338,13 +338,13 @@ def _profiles(result: Result, folder: Path) -> list[dict[str, Any]]:
     for tool in dict.fromkeys(p.tool for p in result.profiles):
         arms = [p for p in result.profiles if p.tool == tool]
         rows = list(terminal.figures_by_arm(arms))
-        links = [(p.arm, p.artefact, _link(p.artefact, folder), p.notes) for p in arms]
+        links = [(p.arm, p.artifact, _link(p.artifact, folder), p.notes) for p in arms]
         tables.append({"tool": tool, "arms": [p.arm for p in arms], "rows": rows, "links": links})
     return tables
 
 
-def _link(artefact: str, folder: Path) -> str:
-    """Return a link to a file, relative to the page's folder; empty if ``artefact`` is a URL."""
-    if not artefact or "\0" in artefact or urllib.parse.urlsplit(artefact).scheme:
+def _link(artifact: str, folder: Path) -> str:
+    """Return a link to a file, relative to the page's folder; empty if ``artifact`` is a URL."""
+    if not artifact or "\0" in artifact or urllib.parse.urlsplit(artifact).scheme:
         return ""
-    return urllib.parse.quote(f"./{os.path.relpath(artefact, folder)}")
+    return urllib.parse.quote(f"./{os.path.relpath(artifact, folder)}")

@@ -101,7 +101,7 @@ def next_steps(results: Sequence[Result], pytest_command: str, root: Path, file:
 
 
 def write(reporter: Any, lines: Iterable[str]) -> None:
-    """Write lines to pytest's terminal, with verdicts in colour unless colours are off."""
+    """Write lines to pytest's terminal, with verdicts in color unless colors are off."""
     for line in lines:
         if line.startswith("noisy: "):
             reporter.write_line(line, yellow=True)
@@ -330,7 +330,7 @@ def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
 
 
 def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
-    """Lay out a claim's figures by arm, then its notes and artefacts."""
+    """Lay out a claim's figures by arm, then its notes and artifacts."""
     by_arm = {arm.arm: arm for arm in arms}
     pair = "baseline" in by_arm and "optimized" in by_arm
     rows = [[arms[0].tool, *by_arm, *(["ratio"] if pair else [])]]
@@ -343,7 +343,7 @@ def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
     for arm in arms:
         for note in arm.notes:
             lines += _wrap(f"  {arm.arm}: {clean(note)}", width)
-        lines.append(f"  {arm.arm}: {arm.artefact}")
+        lines.append(f"  {arm.arm}: {arm.artifact}")
     return [clean(line) for line in lines]
 
 

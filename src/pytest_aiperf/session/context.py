@@ -51,7 +51,7 @@ class ItemContext:
 
     @property
     def device(self) -> Device:
-        """The device that the tests of this process time on; CUDA is initialised here."""
+        """The device that the tests of this process time on; CUDA is initialized here."""
         if self.session.opened is None:
             self.session.opened = self._open_device()
         return self.session.opened

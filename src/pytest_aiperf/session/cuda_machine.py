@@ -19,7 +19,7 @@ class Machine(Protocol):
     """Interface of the machine that the hook ``pytest_aiperf_machine`` returns."""
 
     def gpus(self) -> Sequence[Gpu]:
-        """List the GPUs without initialising CUDA: any process may call this."""
+        """List the GPUs without initializing CUDA: any process may call this."""
 
     def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device:
         """Open a GPU, or the host if ``gpu`` is None; only the process of a claim calls this."""
