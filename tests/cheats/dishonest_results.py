@@ -627,7 +627,7 @@ def a_start(bench):
     return (int(np.random.default_rng(bench.seed).integers(0, 2**20 - 64)),)
 
 
-BORROWED = "copies of the result: optimized returns, in part, what its code refers to"
+BORROWED = "copies of the result: optimized returns memory that its own code refers to"
 
 
 @marked(BORROWED)

@@ -419,8 +419,9 @@ class BoundClaim:
         changed = validity.changed_flags(self._settings, validity.flags())
         if changed:
             raise InvalidMeasurement(
-                f"an arm changed global settings ({', '.join(changed)}): both arms would run "
-                "under them; set them for one call only, or for the whole session"
+                f"an arm changed global settings ({', '.join(changed)}): the other arm would run "
+                "under them as well; restore them before the call returns, or set them before "
+                "pytest starts"
             )
 
     @contextmanager

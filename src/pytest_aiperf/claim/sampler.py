@@ -998,10 +998,12 @@ class Sampler:
             labels = ", ".join(sorted(map(self.bound.effects.label, paths)))
             yield f"results on new values: {labels} could not be overwritten"
         elif self.device.renews and max(self.calls.values()) > self.sets:
+            slow = f"inputs() takes {si(self._set_s, 's')} per set; draw the inputs faster"
+            is_slow = (self.sets + 1) * self._set_s > RENEWAL_S
             yield (
                 f"results cached by value: a block calls the same {self.sets} sets of inputs "
-                "again, because calls are short or inputs() takes long; enlarge the work of a "
-                "call, or draw the inputs faster"
+                f"again, because {slow if is_slow else 'calls are short'}, or enlarge the work of "
+                "a call"
             )
 
     def timing(self, replicates: tuple[Replicate, ...]) -> Timing:
@@ -1031,7 +1033,7 @@ class Sampler:
             timed_s = min(_seconds(replicates, name))
             if timed_s > SLOWED * first_s:
                 was, is_ = (si(seconds, "s") for seconds in (first_s, timed_s))
-                yield f"{name} took {was} when it was first called, and {is_} when it was timed"
+                yield f"{name} took {was} in repeated calls before timing, and {is_} when timed"
 
 
 def _seconds(replicates: Sequence[Replicate], name: str) -> Iterator[float]:

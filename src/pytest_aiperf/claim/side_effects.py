@@ -114,8 +114,9 @@ class SideEffects:
         yield from self._changed_for_others()
         for name in sorted(self._borrowing if "baseline" not in self._borrowing else ()):
             yield (
-                f"copies of the result: {name} returns, in part, what its code refers to, so a "
-                "caller that changes the result changes that as well; the baseline's result is new"
+                f"copies of the result: {name} returns memory that its own code refers to (a "
+                "global, a closure, an attribute), so a caller that changes the result changes "
+                "what later calls use; the baseline's result is new"
             )
         yield from self._made_by_the_test()
         least = min(self._to_disk["baseline"], default=0)

@@ -261,11 +261,14 @@ def _misplaced(result: Result) -> Iterator[str]:
 
 def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     figure = result.speedup
+    if result.verdict is None and result.message:  # a result was wrong
+        yield f"it failed before it was judged: {result.message}"
+        return
     if figure is None or not 0 < figure.low <= figure.value <= figure.high <= MAX_VALUES["speedup"]:
         yield "it has no speedup with a finite interval"
         return
-    if result.verdict is None:  # a result was wrong in a timed block
-        yield f"it failed before it was judged: {result.message}"
+    if result.verdict is None:
+        yield "it was not judged"
     if unmet := broken(result.evidence) or not_looked_at(result.evidence):
         yield unmet
     # no run is judged by a host's figure, and few hosts are as quiet as a GPU
