@@ -242,6 +242,16 @@ def test_figures_of_the_host_are_not_read_where_other_processes_work(piece):
     assert finding.value is not None
 
 
+def test_page_faults_of_started_processes_count():
+    def in_a_child(x):
+        subprocess.run([sys.executable, "-c", ""], check=True)
+        return x * 2
+
+    piece = evidence.page_faults(min=500)  # Python's start causes more
+    (finding,) = inspected(device=HostDevice(), optimized=in_a_child, evidence=[piece]).evidence
+    assert (finding.held, finding.baseline_held) == (True, False)
+
+
 def test_counters_are_read_on_both_arms_and_kept_for_the_same_code(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
     read = []

@@ -329,7 +329,7 @@ def test_notes_explain_the_figures():
     )
     assert [line for line in lines if line.startswith("  b *  ")]
     second = "wall: 2.000 µs -> 1.000 µs"
-    assert lines[6].startswith("4 claims, 1 failed: 3 FASTER, 1 FASTER, lost; ")
+    assert lines[6].startswith("4 claims, 1 failed: 3 FASTER, 1 FASTER (lost); ")
     assert lines[7:] == [
         "* naive baseline: left out of the geometric mean",
         "ch01/b: measured with --quick: not accepted into expectations",

@@ -44,7 +44,8 @@ _HOST: Final = {
     EvidenceKind.CONTEXT_SWITCHES: ("ru_nvcsw", "ru_nivcsw"),
     EvidenceKind.BUSY_CORES: ("ru_utime", "ru_stime"),  # divided by the call's seconds
 }
-"""Kinds of evidence about the host, with the fields of getrusage whose sum is the figure."""
+"""Kinds of evidence about the host, with the fields of getrusage whose sum is the figure. Page
+faults of processes that an arm has started are added."""
 
 OTHERS_WORK: Final = "processes that the arm has started do a part of the work"
 """Reason for missing figures of the host: those of the claim's own process would say little."""
@@ -332,19 +333,22 @@ class _ClaimInspection:
             raise InvalidMeasurement(f"{name}: {why}") from None
 
     def _use_host(self, call: Call, inspected: Inspected) -> None:
+        faults = validity.faults_of_started()
         with validity.OtherProcesses() as others:
             start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
             call()
             self.bound.device.synchronize()
             call_s, after = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_SELF)
-        if others.do_work():
-            inspected.reasons |= dict.fromkeys(_HOST, OTHERS_WORK)
-            return
         figures: dict[str, float] = {
             kind: sum(getattr(after, f) - getattr(before, f) for f in fields)
             for kind, fields in _HOST.items()
         }
+        figures[EvidenceKind.PAGE_FAULTS] += validity.faults_of_started() - faults
         figures[EvidenceKind.BUSY_CORES] /= call_s
+        if others.do_work():
+            own = [kind for kind in _HOST if kind is not EvidenceKind.PAGE_FAULTS]
+            inspected.reasons |= dict.fromkeys(own, OTHERS_WORK)
+            figures = {kind: x for kind, x in figures.items() if kind not in own}
         inspected.figures |= figures
 
     def _count(self, name: str, call: Call, inspected: Inspected) -> None:

@@ -3,6 +3,7 @@
 import html
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from pytest_aiperf.model import (
@@ -18,6 +19,7 @@ from pytest_aiperf.model import (
 )
 from pytest_aiperf.records.results import block_times
 from pytest_aiperf.rules import stats
+from pytest_aiperf.rules.evidence import NO_BASELINE
 from pytest_aiperf.rules.validity import POWER_CAP
 from pytest_aiperf.text import percent, si
 
@@ -113,12 +115,14 @@ def reasons(result: Result) -> list[str]:
 
 def finding(each: Finding) -> str:
     """Format a finding: the evidence, its figures and its state."""
-    return f"{stated(each.evidence)}: {', '.join(filter(None, (figures(each), state(each))))}"
+    why = f" ({each.where})" if each.held is None and each.where else ""
+    return f"{stated(each.evidence)}: {', '.join(filter(None, (figures(each), state(each))))}{why}"
 
 
 def not_looked_at(result: Result) -> str:
-    """List the evidence that a run could not look at; empty if it looked at all of it."""
-    return ", ".join(stated(each.evidence) for each in result.evidence if each.held is None)
+    """List the evidence that a run could not look at, and why; empty if it looked at all of it."""
+    missing = (each for each in result.evidence if each.held is None)
+    return ", ".join(stated(e.evidence) + (f" ({e.where})" if e.where else "") for e in missing)
 
 
 def figures(each: Finding) -> str:
@@ -126,6 +130,8 @@ def figures(each: Finding) -> str:
     if each.value is None:
         return ""
     piece, baseline = each.evidence, ""
+    if each.where.startswith(NO_BASELINE):  # the figure is no ratio
+        return f"{amount(each.value, replace(piece, per=''))} (baseline 0)"
     if each.baseline_value is not None:
         baseline = f" (baseline {amount(each.baseline_value, piece)})"
     return f"{amount(each.value, piece)}{baseline}"

@@ -216,7 +216,8 @@ def totals(results: Sequence[Result]) -> str:
     """Summarize results in one line; claims that did not run are counted but not averaged."""
     summary = aggregate.summarize(results)
     ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
-    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(verdict, ended)).most_common())
+    kinds = (re.sub(", (.*)", r" (\1)", verdict(each)) for each in ended)
+    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(kinds).most_common())
     failed = f", {summary.failed} failed" if summary.failed else ""
     number = f"{summary.claims} claim{'' if summary.claims == 1 else 's'}{failed}"
     parts = [f"{number}{counts and ': '}{counts}"]

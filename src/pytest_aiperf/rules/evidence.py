@@ -120,7 +120,7 @@ def busy_share(*, min: Bound = None, max: Bound = None) -> Evidence:
 
 
 def page_faults(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the page faults of this process, minor and major, per call."""
+    """Bound the page faults per call, of this process and those that it has started."""
     return _evidence(EvidenceKind.PAGE_FAULTS, min=min, max=max, per=per)
 
 
@@ -228,7 +228,7 @@ _KINDS: Final = {
 
 TRACED: Final = tuple(kind for kind, how in _KINDS.items() if how.read)
 """Kinds of evidence that are read from the trace of a call on the GPU."""
-_NO_BASELINE: Final = "the baseline has 0, and "
+NO_BASELINE: Final = "the baseline has 0, and "
 """Begins the ``where`` of a finding without a ratio, because the baseline's figure is 0."""
 _ALONE_PROOF: Final = (Metric.MEMORY, Metric.SCORE)
 """Metrics whose ratio needs no further evidence: the figure that is compared is the mechanism."""
@@ -410,7 +410,7 @@ def _check_arm(piece: Evidence, facts: Facts) -> Finding:
         if baseline is None:
             return Finding(piece, where="this run has no such figure of the baseline")
         if not baseline:  # a ratio to 0 is undefined
-            return Finding(piece, value, held=False, where=f"{_NO_BASELINE}{where}")
+            return Finding(piece, value, held=False, where=f"{NO_BASELINE}{where}")
         value, baseline = value / baseline, 1.0
     finding = Finding(piece, value, within(piece, value), where)
     return finding if baseline is None else _with_baseline(finding, baseline)
@@ -437,10 +437,12 @@ def _sentence(finding: Finding) -> str:
     piece = finding.evidence
     noun = _KINDS[piece.kind].noun.format(of=piece.of or "all work")
     figure = f"{finding.value:g} {noun}"
-    if piece.per == "work":
-        figure += " per byte of work"
-    elif piece.per == "baseline" and not finding.where.startswith(_NO_BASELINE):
-        figure = f"{finding.value:g} times the baseline's {noun}"
     bounds = (("at least", piece.min), ("at most", piece.max))
     stated = " and ".join(f"{side} {bound:g}" for side, bound in bounds if bound is not None)
+    if piece.per == "work":
+        figure += " per byte of work"
+    elif piece.per == "baseline" and finding.where.startswith(NO_BASELINE):
+        stated += " times the baseline's"
+    elif piece.per == "baseline":
+        figure = f"{finding.value:.4g} times the baseline's {noun}"
     return f"{finding.where} has {figure}; the claim states {stated}"

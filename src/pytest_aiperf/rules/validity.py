@@ -18,7 +18,7 @@ import time
 import tracemalloc
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -436,12 +436,22 @@ class OtherProcesses:
 def _cpu_s_of_started() -> float:
     """Return the CPU seconds of processes that this one has started, in steps of about 10 ms."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = ended.ru_utime + ended.ru_stime
+    ticks = sum(int(count) for status in _statuses() for count in status[11:15])
+    return ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def faults_of_started() -> int:
+    """Return the page faults of processes that this one has started."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = sum(int(count) for status in _statuses() for count in status[7:11])
+    return ended.ru_minflt + ended.ru_majflt + running
+
+
+def _statuses() -> Iterator[Sequence[str]]:
+    """Yield the fields of /proc/PID/stat, from the state on, of the started processes."""
     for process in _started():
         with contextlib.suppress(OSError):  # it has just ended
-            status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            seconds += sum(map(int, status[11:15])) / os.sysconf("SC_CLK_TCK")
-    return seconds
+            yield Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def _background() -> tuple[dict[str, float], set[str]]:
