@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-import pytest_aiperf.correctness.agreement
+import pytest_aiperf.correctness.accuracy
 import pytest_aiperf.device.device
 from tests.plugin.conftest import fake_gpu_on_path, project  # noqa: F401  fixtures
 
@@ -34,7 +34,7 @@ PATCHED = (  # attributes that dishonest arms replace
     (time, "perf_counter_ns"),
     (time, "monotonic"),
     (pytest_aiperf.device.device, "now"),
-    (pytest_aiperf.correctness.agreement, "verify"),
+    (pytest_aiperf.correctness.accuracy, "verify"),
     (torch.cuda.Event, "elapsed_time"),
     (torch.cuda, "synchronize"),
     (torch.backends.cudnn, "allow_tf32"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import pytest_aiperf.correctness.agreement
+import pytest_aiperf.correctness.accuracy
 import pytest_aiperf.device.device
 from pytest_aiperf import Score, Work, prepared, static
 from tests.cheats.case import Corpus, State
@@ -951,10 +951,10 @@ def waiting_for_the_device():
     return flipping(lambda: setattr(torch.cuda, "synchronize", lambda *_: None))
 
 
-@cheat(SETTINGS + "agreement.verify")
+@cheat(SETTINGS + "accuracy.verify")
 def the_oracle():
     return flipping(
-        lambda: setattr(pytest_aiperf.correctness.agreement, "verify", lambda *_a, **_k: [])
+        lambda: setattr(pytest_aiperf.correctness.accuracy, "verify", lambda *_a, **_k: [])
     )
 
 

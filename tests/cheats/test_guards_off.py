@@ -30,7 +30,9 @@ from pytest_aiperf.claim import (
 )
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.correctness import (
+    accuracy,
     agreement,
+    argument_effects,
     contents,
     files,
     objects,
@@ -40,6 +42,8 @@ from pytest_aiperf.correctness import (
     stored,
     tensors,
 )
+from pytest_aiperf.correctness.argument_effects import ArgumentEffects
+from pytest_aiperf.correctness.shortcuts import Shortcuts
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import UsageError
@@ -231,18 +235,18 @@ def any_subclass(name):
 
 GUARDS = {
     # correctness
-    "the reference": Guard({(agreement, "judge"): always([])}, caught("constant")),
+    "the reference": Guard({(accuracy, "judge"): always([])}, caught("constant")),
     "outputs are poisoned": Guard({(tensors, "poison"): nothing}, caught("last_tile_unwritten")),
     "inputs are not changed": Guard({(tensors, "changed"): always(())}, caught("inputs_zeroed")),
     "arms return the same structure": Guard(
-        {(agreement.Deviation, "signature"): ""}, caught("another_dtype")
+        {(accuracy.Deviation, "signature"): ""}, caught("another_dtype")
     ),
     "views are not accepted as results": Guard(
         {(tensors, "is_deferred"): always(False), (reach.Hidden, "is_viewed_by"): always(False)},
         caught("a_view_for_a_copy"),
     ),
     "the reference is fp64": Guard(
-        {(agreement, "_check_reference"): always(1.0)},
+        {(accuracy, "_check_reference"): always(1.0)},
         caught("a_reference_of_no_more_precision"),
     ),
     "arrays are plain": Guard({(tensors, "_backend"): any_subclass}, caught("a_lazy_array")),
@@ -271,7 +275,7 @@ GUARDS = {
         {(tensors, "_backend"): own_copies}, caught("a_memory_map_with_a_copy_of_its_own")
     ),
     "the same seed gives the same inputs": Guard(
-        {(agreement, "infer_effects"): always(agreement.ArgumentEffects())},
+        {(argument_effects, "infer_effects"): always(ArgumentEffects())},
         caught("inputs_of_no_seed"),
     ),
     "another seed gives other inputs": Guard(
@@ -279,23 +283,23 @@ GUARDS = {
     ),
     "errors are relative to the baseline's": Guard(
         {
-            (agreement, "MAX_ERROR_RATIO"): 1e9,
-            (agreement, "ERROR_BUDGETS"): dict.fromkeys(agreement.ERROR_BUDGETS, 1e9),
-            (agreement, "RMS_BUDGETS"): dict.fromkeys(agreement.RMS_BUDGETS, 1e9),
+            (accuracy, "MAX_ERROR_RATIO"): 1e9,
+            (accuracy, "ERROR_BUDGETS"): dict.fromkeys(accuracy.ERROR_BUDGETS, 1e9),
+            (accuracy, "RMS_BUDGETS"): dict.fromkeys(accuracy.RMS_BUDGETS, 1e9),
         },
         caught("a_short_series"),
     ),
     "the baseline's error is bounded": Guard(
-        {(agreement, "MAX_BASELINE_ERROR"): 1e9, (agreement, "MAX_BASELINE_BUDGETS"): 1e18},
+        {(accuracy, "MAX_BASELINE_ERROR"): 1e9, (accuracy, "MAX_BASELINE_BUDGETS"): 1e18},
         caught("a_baseline_that_is_wrong"),
     ),
-    "results need work": Guard({(agreement.Shortcuts, "_find"): nothing}, caught("a_length")),
+    "results need work": Guard({(Shortcuts, "_find"): nothing}, caught("a_length")),
     "results depend on the seed in most elements": Guard(
-        {(agreement.Shortcuts, "_refuse_constant_part"): nothing},
+        {(Shortcuts, "_refuse_constant_part"): nothing},
         caught("a_part_that_no_seed_changes"),
     ),
     "integers depend on the seed as well": Guard(
-        {(agreement.Shortcuts, "_refuse_constant_part"): nothing},
+        {(Shortcuts, "_refuse_constant_part"): nothing},
         caught("integers_that_no_seed_changes"),
     ),
     "contents beside arrays are compared": Guard(
@@ -377,7 +381,7 @@ GUARDS = {
         caught("bytes_that_are_written_until_it_is_timed"),
     ),
     "objects that calls change are compared": Guard(
-        {(agreement.ArgumentEffects, "left"): property(lambda effects: effects.exact)},
+        {(ArgumentEffects, "left"): property(lambda effects: effects.exact)},
         marked("an_attribute_that_is_not_written"),
     ),
     "objects that timed calls change are compared": Guard(
@@ -430,7 +434,7 @@ GUARDS = {
         {(tensors, "has_hooks"): always(value=False)}, caught("a_hook_that_is_not_registered")
     ),
     "attributes of results are named": Guard(
-        {(agreement.Shortcuts, "changes_beside"): always(())}, marked("an_attribute_of_a_module")
+        {(Shortcuts, "changes_beside"): always(())}, marked("an_attribute_of_a_module")
     ),
     "results share no memory": Guard(
         {(tensors, "shared_bytes"): always(0)}, caught("one_array_for_many_copies")
@@ -538,7 +542,7 @@ GUARDS = {
         {(tensors, "has_graph"): always(False)}, marked("a_gradient_of_zeros")
     ),
     "errors that are large beside the baseline's are named": Guard(
-        {(agreement, "_coarse"): always(())}, marked("a_small_term_that_is_left_out")
+        {(accuracy, "coarse"): always(())}, marked("a_small_term_that_is_left_out")
     ),
     "states of generators are compared": Guard(
         {(contents, "_generator_state"): always(())}, marked("a_generator_that_does_not_go_on")
@@ -548,7 +552,7 @@ GUARDS = {
         {(tensors, "MANY"): 10**6}, caught("a_list_of_none_that_the_reference_has")
     ),
     "no element hides the others": Guard(
-        {(agreement, "SMALLER_HALF"): math.inf}, caught("zeros_beside_one_large_element")
+        {(accuracy, "SMALLER_HALF"): math.inf}, caught("zeros_beside_one_large_element")
     ),
     "all arms get the same inputs": Guard(
         {(BoundClaim, "_refuse_unlike"): nothing}, caught("other_strides")

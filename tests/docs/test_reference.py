@@ -9,7 +9,7 @@ import pytest
 
 import pytest_aiperf
 from pytest_aiperf import Compare, cli, evidence, model, options, scores
-from pytest_aiperf.correctness.agreement import ERROR_BUDGETS, RMS_BUDGETS
+from pytest_aiperf.correctness.accuracy import ERROR_BUDGETS, RMS_BUDGETS
 from pytest_aiperf.machine import requirements
 
 ROOT = Path(__file__).parents[2]

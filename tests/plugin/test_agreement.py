@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.ch19 import nvfp4
-from pytest_aiperf.correctness import agreement, tensors
-from pytest_aiperf.correctness.agreement import ArgumentEffects
+from pytest_aiperf.correctness import accuracy, agreement, argument_effects, tensors
+from pytest_aiperf.correctness.argument_effects import ArgumentEffects
+from pytest_aiperf.correctness.shortcuts import Shortcuts
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Prepared, prepared
@@ -43,7 +44,7 @@ def preparing(arm):
 
 
 def infer_effects(call, make, names=()):
-    return agreement.infer_effects(preparing(call), as_inputs(make), names)
+    return argument_effects.infer_effects(preparing(call), as_inputs(make), names)
 
 
 def judge(optimized, baseline=double, *, make=None, reference=None, **words):
@@ -230,9 +231,9 @@ def test_a_call_must_do_something():
 
 
 def test_names_come_from_a_signature():
-    assert agreement.parameter_names(lambda a, out, *rest, key=1: a) == ("a", "out")
-    assert agreement.parameter_names("".join) == ()
-    assert agreement.parameter_names(ArgumentEffects().label) == ("path",)
+    assert argument_effects.parameter_names(lambda a, out, *rest, key=1: a) == ("a", "out")
+    assert argument_effects.parameter_names("".join) == ()
+    assert argument_effects.parameter_names(ArgumentEffects().label) == ("path",)
 
 
 # agreement of the arms with the reference
@@ -386,7 +387,7 @@ def test_a_scaled_result_fails_in_low_precision(monkeypatch, precision, factor):
         f"optimized disagrees with the reference: out has a relative RMS error of {1 - factor:.2g}"
     ):
         judge(scaled, make=make, precision=precision)
-    monkeypatch.setattr(agreement, "RMS_BUDGETS", dict.fromkeys(agreement.RMS_BUDGETS, 1.0))
+    monkeypatch.setattr(accuracy, "RMS_BUDGETS", dict.fromkeys(accuracy.RMS_BUDGETS, 1.0))
     assert judge(scaled, make=make, precision=precision), "no element has too large an error"
 
 
@@ -429,7 +430,7 @@ def test_a_product_of_quantized_matrices_passes(precision, quantize):
         reference=lambda a, b: a.double() @ b.double().T,
         precision=precision,
     )
-    assert error.rms_allowed == agreement.RMS_BUDGETS[precision]
+    assert error.rms_allowed == accuracy.RMS_BUDGETS[precision]
     assert 0.2 * error.rms_allowed < error.rms < error.rms_allowed
 
 
@@ -447,9 +448,9 @@ def test_the_rms_error_may_be_twice_the_baselines():
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
 def test_no_baseline_admits_a_scaled_result(precision):
     """A baseline with a larger error is refused."""
-    budget = agreement.RMS_BUDGETS[precision]
-    worst_baseline = max(agreement.MAX_BASELINE_ERROR, budget)
-    assert agreement.MAX_RMS_RATIO * worst_baseline < {"fp8": 0.25, "nvfp4": 0.5}[precision]
+    budget = accuracy.RMS_BUDGETS[precision]
+    worst_baseline = max(accuracy.MAX_BASELINE_ERROR, budget)
+    assert accuracy.MAX_RMS_RATIO * worst_baseline < {"fp8": 0.25, "nvfp4": 0.5}[precision]
     with wrong("baseline and reference disagree, one of them is wrong: out has a relative RMS"):
         too_small = 1 - 1.1 * worst_baseline
         judge(
@@ -870,15 +871,15 @@ def test_empty_results_agree():
 
 def test_results_are_verified_after_timing():
     a, _ = vector()()
-    good, bad = (agreement.outputs_of(a * f, (), ArgumentEffects()) for f in (2, 3))
+    good, bad = (argument_effects.outputs_of(a * f, (), ArgumentEffects()) for f in (2, 3))
     truth = a.double() * 2
-    assert agreement.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
-    (error,) = agreement.verify({"baseline": good}, truth, located=False)
+    assert accuracy.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
+    (error,) = accuracy.verify({"baseline": good}, truth, located=False)
     assert (error.index, error.error) == ((), 0)
     with wrong("the reference: result["):  # an error is located even with located=False
-        agreement.verify({"baseline": good, "optimized": bad}, truth, located=False)
+        accuracy.verify({"baseline": good, "optimized": bad}, truth, located=False)
     with wrong("optimized disagrees with the reference after timing: result["):
-        agreement.verify({"baseline": good, "optimized": bad}, truth, when="after timing")
+        accuracy.verify({"baseline": good, "optimized": bad}, truth, when="after timing")
 
 
 # results that need no work
@@ -888,7 +889,7 @@ def agree_on_two_seeds(arm, make, reference, *, mutated=(), write_only=(), preci
     """Check both seeds with one arm; ``make`` draws values from the seed that is set."""
     effects = ArgumentEffects(mutated, write_only, returned=0 if mutated else 1)
     arms = {name: preparing(arm) for name in ("baseline", "optimized")}
-    shortcuts = agreement.Shortcuts(precision)
+    shortcuts = Shortcuts(precision)
     for seed in (1, 2):
 
         def seeded(seed=seed):
@@ -926,8 +927,8 @@ def test_an_integer_beside_a_result_may_be_the_same_for_all_inputs():
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.02), (torch.float8_e4m3fn, 0.2)])
 def test_a_result_that_a_constant_approximates_is_refused(monkeypatch, dtype, spread):
     """Results of two seeds differ by more than what is allowed, but their mean does not."""
-    monkeypatch.setitem(agreement.ERROR_BUDGETS, "bf16", 1.0)
-    monkeypatch.setitem(agreement.RMS_BUDGETS, "bf16", 1.25 * spread)
+    monkeypatch.setitem(accuracy.ERROR_BUDGETS, "bf16", 1.0)
+    monkeypatch.setitem(accuracy.RMS_BUDGETS, "bf16", 1.25 * spread)
     make = lambda: ((1 + spread * torch.randn(64)).to(dtype),)
     with easy("a constant"):
         agree_on_two_seeds(torch.clone, make, lambda x: x.double(), precision="bf16")
@@ -961,10 +962,10 @@ def test_a_constant_that_must_be_written_is_work_where_nothing_is_read():
         agree_on_two_seeds(lambda out: torch.full((64,), 7.0), lambda: (torch.empty(64),), sevens)
 
 
-@pytest.mark.parametrize("precision", agreement.RMS_BUDGETS)
+@pytest.mark.parametrize("precision", accuracy.RMS_BUDGETS)
 def test_neither_zeros_nor_half_the_result_are_ever_allowed(precision):
-    budget = agreement.RMS_BUDGETS[precision]
-    largest = agreement.MAX_RMS_RATIO * max(agreement.MAX_BASELINE_ERROR, budget)
+    budget = accuracy.RMS_BUDGETS[precision]
+    largest = accuracy.MAX_RMS_RATIO * max(accuracy.MAX_BASELINE_ERROR, budget)
     assert max(largest, budget) < 0.5
 
 
@@ -972,7 +973,7 @@ def test_neither_zeros_nor_half_the_result_are_ever_allowed(precision):
 
 
 def scale(values):
-    (expected,) = agreement.expect(values)
+    (expected,) = accuracy.expect(values)
     return expected.scale, expected.rms
 
 
@@ -990,26 +991,26 @@ def test_the_scale_is_that_of_the_smaller_half():
     values = np.ones(100_000)
     values[::3] = 1e9
     found, rms = scale(values)
-    assert found == agreement.SMALLER_HALF
+    assert found == accuracy.SMALLER_HALF
     assert rms > 1e8
-    assert scale(np.array([1e9, 3.0]))[0] == 3 * 32 * agreement.SMALLER_HALF
-    assert scale(np.array([[0, 1e9], [0, 2.0]]))[0] == 2 * 16 * agreement.SMALLER_HALF
+    assert scale(np.array([1e9, 3.0]))[0] == 3 * 32 * accuracy.SMALLER_HALF
+    assert scale(np.array([[0, 1e9], [0, 2.0]]))[0] == 2 * 16 * accuracy.SMALLER_HALF
 
 
 def test_values_that_nearly_underflow_have_no_scale_of_their_own():
     values = np.full(1000, 1e-40)
     values[::3] = 0.5
     found, rms = scale(values)
-    assert found == agreement.NEGLIGIBLE * rms
+    assert found == accuracy.NEGLIGIBLE * rms
 
 
 def test_both_errors_refer_to_the_scale():
     want = np.ones(1000)
     want[7] = 1e9
-    (expected,) = agreement.expect(want)
+    (expected,) = accuracy.expect(want)
     got = np.where(want > 1, want, 0.0)
-    error, rms, locate = agreement._worst(got, expected)
-    assert error == pytest.approx(1 / (1 + agreement.SMALLER_HALF))
+    error, rms, locate = accuracy._worst(got, expected)
+    assert error == pytest.approx(1 / (1 + accuracy.SMALLER_HALF))
     assert rms == pytest.approx(error, rel=0.01)
     assert locate() == ((0,), 0, 1)
 

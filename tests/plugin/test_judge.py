@@ -55,7 +55,7 @@ CASES = {
     "plain/norms/solution_settings_in_a_call.py": (
         "SHORTCUT", "torch.get_float32_matmul_precision: highest -> medium"),
     "plain/norms/solution_timer.py": ("SHORTCUT", "replaces time.perf_counter_ns, on which the"),
-    "plain/norms/solution_judge.py": ("SHORTCUT", "replaces pytest_aiperf.correctness.agreement."),
+    "plain/norms/solution_judge.py": ("SHORTCUT", "replaces pytest_aiperf.correctness.accuracy."),
     "plain/norms/solution_late.py": ("SHORTCUT", "right when it was checked, and wrong when timed"),
     "plain/norms/solution_thread.py": (UNSURE, "the solution disagrees with the reference"),
     "plain/norms/solution_lazy.py": ("SHORTCUT", "an object of the class Lazy"),

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from pytest_aiperf.correctness.agreement import ERROR_BUDGETS
+from pytest_aiperf.correctness.accuracy import ERROR_BUDGETS
 from pytest_aiperf.model import Against, AgainstName, Metric, MetricName, PrecisionName, Result
 from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result, timing

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pytest_aiperf.correctness import agreement, contents, objects, reach, stored, tensors
-from pytest_aiperf.correctness.agreement import ArgumentEffects
+from pytest_aiperf.correctness.argument_effects import ArgumentEffects
 from pytest_aiperf.correctness.objects import Originals
 from pytest_aiperf.correctness.tensors import Inputs
 

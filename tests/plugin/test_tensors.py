@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import agreement, tensors
-from pytest_aiperf.correctness.agreement import ArgumentEffects
+from pytest_aiperf.correctness import argument_effects, tensors
+from pytest_aiperf.correctness.argument_effects import ArgumentEffects
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.model import Score
 
@@ -65,7 +65,7 @@ def test_arguments_that_are_not_written_are_not_walked(monkeypatch):
     monkeypatch.setattr(tensors, "leaves", lambda args: pytest.fail("walked"))
     args = ([object() for _ in range(100)],)
     tensors.poison(args, ())
-    assert agreement.outputs_of(5.0, args, ArgumentEffects()) == [("result", 5.0)]
+    assert argument_effects.outputs_of(5.0, args, ArgumentEffects()) == [("result", 5.0)]
 
 
 def test_shared_bytes_count_once():

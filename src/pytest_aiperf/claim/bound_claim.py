@@ -13,8 +13,17 @@ from functools import cached_property, partial
 from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
-from pytest_aiperf.correctness import agreement, contents, own_memory, tensors
+from pytest_aiperf.correctness import (
+    accuracy,
+    agreement,
+    argument_effects,
+    contents,
+    own_memory,
+    tensors,
+)
+from pytest_aiperf.correctness.argument_effects import ArgumentEffects
 from pytest_aiperf.correctness.contents import Contents
+from pytest_aiperf.correctness.shortcuts import Shortcuts
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled, grown_bytes, nothing
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
@@ -96,7 +105,7 @@ class BoundClaim:
         self.seed = seed
         self.full = full
         self.progress = progress
-        self.effects = agreement.ArgumentEffects()
+        self.effects = ArgumentEffects()
         self.baseline_alone_s: dict[str, float] = {}
         """Shortest time of a baseline call before another arm had run, by the way it was called;
         measured with the host's clock."""
@@ -182,9 +191,9 @@ class BoundClaim:
             pairs = zip(values.get(path, ()), earlier[1].get(path, ()), strict=False)
             limit = SAME_VALUE * max(map(abs, values.get(path, ())), default=0.0)
             differs = "values" if any(abs(a - b) > limit for a, b in pairs) else ""
-            todo = agreement.UNSEEDED
+            todo = argument_effects.UNSEEDED
             if array_layout != earlier[0].get(path):
-                differs, todo = "strides, alignment or memory", agreement.SAME_INPUTS
+                differs, todo = "strides, alignment or memory", argument_effects.SAME_INPUTS
             if differs:
                 raise UsageError(
                     f"inputs() gives different {differs} for the same seed: "
@@ -262,7 +271,7 @@ class BoundClaim:
         rest = sorted((self._contents or {}).items())
         paths += [f"args[{i}]" for i, by_seed in rest if len(by_seed) >= MIN_VARIANTS]
         if paths:
-            names = ", ".join(map(self.effects.label, paths[: agreement.NAMED_PATHS]))
+            names = ", ".join(map(self.effects.label, paths[: accuracy.NAMED_PATHS]))
             yield (
                 f"what arms keep of {names}: the values are the same for all seeds; draw them from "
                 "bench.seed, or mark them with static()"
@@ -437,7 +446,7 @@ class BoundClaim:
     def learn_effects(
         self,
         share: Share = lambda step: step(),
-        effects: agreement.ArgumentEffects | None = None,
+        effects: ArgumentEffects | None = None,
     ) -> None:
         """Infer once what baseline calls return and change, unless ``effects`` are given."""
         if self._has_learned:
@@ -454,7 +463,7 @@ class BoundClaim:
         Each seed takes the shared lock anew, so that other claims can be timed between seeds.
         """
         self.learn_effects(share)
-        shortcuts = agreement.Shortcuts(self.claim.precision)
+        shortcuts = Shortcuts(self.claim.precision)
         errors: list[Error] = []
         for seed in self.agreement_seeds:
             errors += share(partial(self.check_seed, seed, shortcuts))
@@ -478,10 +487,10 @@ class BoundClaim:
 
     def _infer_effects(self) -> None:
         with self.step():
-            self.effects = agreement.infer_effects(
+            self.effects = argument_effects.infer_effects(
                 partial(self.prepare_observed, "baseline"),
                 partial(self.make_inputs, self.seed),
-                agreement.parameter_names(self.claim.reference),
+                argument_effects.parameter_names(self.claim.reference),
             )
             self._refuse_constant_inputs()
             if self.full and Metric.WALL in self.claim.metrics:
@@ -525,12 +534,10 @@ class BoundClaim:
                     paths.setdefault(tensors.view(leaf), []).append(self.effects.label(path))
         for names in paths.values():
             if len(names) > 1:
-                some = ", ".join(names[: agreement.NAMED_PATHS])
+                some = ", ".join(names[: accuracy.NAMED_PATHS])
                 yield f"calls on different arrays: inputs() passes one array as {some}; pass copies"
 
-    def check_seed(
-        self, seed: int, shortcuts: agreement.Shortcuts | None = None
-    ) -> Sequence[Error]:
+    def check_seed(self, seed: int, shortcuts: Shortcuts | None = None) -> Sequence[Error]:
         """Check all arms against the reference on one seed; return each arm's errors."""
         with self.step(), self.explained():
             results = self.collect(
@@ -538,7 +545,7 @@ class BoundClaim:
             )
             return self.judge(results, {name: name for name in self.claim.arms}, seed, shortcuts)
 
-    def collect(self, seed: int, arms: Mapping[str, agreement.Prepare]) -> agreement.Results:
+    def collect(self, seed: int, arms: Mapping[str, argument_effects.Prepare]) -> agreement.Results:
         """Call arms and the reference on one seed, and compare their results."""
         self.progress("checking results", seed=seed)
         results = agreement.collect(
@@ -557,7 +564,7 @@ class BoundClaim:
         results: agreement.Results,
         roles: Mapping[str, str],
         seed: int,
-        shortcuts: agreement.Shortcuts | None = None,
+        shortcuts: Shortcuts | None = None,
     ) -> Sequence[Error]:
         """Judge the arms' results; ``roles`` maps each role to the arm's name in ``results``.
 
@@ -578,13 +585,13 @@ class BoundClaim:
                 raise
             rounding = self.rounding_errors(self.make_inputs(seed), results.expected)
             explained = {
-                arm: agreement.beyond(rows, rounding) for arm, rows in results.deviations.items()
+                arm: accuracy.beyond(rows, rounding) for arm, rows in results.deviations.items()
             }
             return judge(replace(results, deviations=explained))
 
     def rounding_errors(
-        self, inputs: Inputs, expected: Sequence[agreement.Expected]
-    ) -> list[agreement.Deviation]:
+        self, inputs: Inputs, expected: Sequence[accuracy.Expected]
+    ) -> list[accuracy.Deviation]:
         """Return how far the reference's fp64 results change if the inputs change by rounding.
 
         Where sums nearly cancel, summing in another order changes a result as much. The returned
@@ -601,7 +608,7 @@ class BoundClaim:
             replace(d, error=min(d.error, MAX_ROUNDING), rms=min(d.rms, MAX_ROUNDING))
             if d.dtype.endswith("float64")
             else replace(d, error=0.0, rms=0.0)
-            for d in agreement.compare(outputs, expected, located=False)
+            for d in accuracy.compare(outputs, expected, located=False)
         ]
 
     @contextmanager
@@ -629,7 +636,7 @@ class BoundClaim:
         """Call an arm, and read what it has left in arguments beside arrays and numbers."""
         self.prepare(name, inputs)(*inputs.args)
         self.device.synchronize()
-        return agreement.contents_of(inputs.args, self.effects)
+        return argument_effects.contents_of(inputs.args, self.effects)
 
     def not_compared(self) -> Iterator[str]:
         """Describe results and arguments that could not be compared."""
@@ -658,12 +665,12 @@ class BoundClaim:
         if not tensors.changed(tensors.fingerprint(first, skip), second, skip):
             raise UsageError(
                 "inputs() gives the same values for every seed, and an arm that caches its result "
-                f"would pass: draw random values ({agreement.SEEDING})"
+                f"would pass: draw random values ({argument_effects.SEEDING})"
             )
 
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
         """Copy the tensors that a call returned or changed."""
-        return agreement.copies(agreement.outputs_of(returned, inputs.args, self.effects))
+        return accuracy.copies(argument_effects.outputs_of(returned, inputs.args, self.effects))
 
 
 def worst(errors: Iterable[Error]) -> tuple[Error, ...]:

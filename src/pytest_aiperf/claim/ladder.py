@@ -8,9 +8,10 @@ from functools import cached_property, partial
 from operator import itemgetter
 from types import MethodType
 
-from pytest_aiperf.correctness import agreement, stored
-from pytest_aiperf.correctness.agreement import Deviation
+from pytest_aiperf.correctness import accuracy, agreement, stored
+from pytest_aiperf.correctness.accuracy import Deviation, Expected
 from pytest_aiperf.correctness.contents import Contents
+from pytest_aiperf.correctness.shortcuts import Shortcuts
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.errors import AiperfError, WrongResult
 from pytest_aiperf.model import Error, Metric, Prepared, Replicate, Round, Timing
@@ -108,7 +109,7 @@ class Ladder:
         Set each rung's ``agreement``, or its ``error`` if its results are wrong. Return False if an
         arm raises an exception: then check each rung by itself to find out which one fails.
         """
-        shortcuts = [agreement.Shortcuts(rung.bound.claim.precision) for rung in self.rungs]
+        shortcuts = [Shortcuts(rung.bound.claim.precision) for rung in self.rungs]
         errors: list[list[Error]] = [[] for _ in self.rungs]
         for seed in self.bound.agreement_seeds:
             try:
@@ -131,7 +132,7 @@ class Ladder:
         self,
         results: agreement.Results,
         seed: int,
-        shortcuts: Sequence[agreement.Shortcuts],
+        shortcuts: Sequence[Shortcuts],
         errors: Sequence[list[Error]],
     ) -> None:
         """Judge each rung that has no error yet; put its errors into its list in ``errors``."""
@@ -237,8 +238,8 @@ class Ladder:
 
     def _verify(self, pending: _Pending) -> None:
         bound, name = self.bound, pending.arm
-        expected = agreement.expect(bound.claim.reference(*self._inputs_of(pending).args))
-        deviations = agreement.compare(pending.outputs, expected, located=False)
+        expected = accuracy.expect(bound.claim.reference(*self._inputs_of(pending).args))
+        deviations = accuracy.compare(pending.outputs, expected, located=False)
         for rung in self.rungs:
             base = rung.arms["baseline"]
             roles = {r: deviations for r, n in rung.arms.items() if n == name and r != "first"}
@@ -249,7 +250,7 @@ class Ladder:
                 shapes = [tuple(want.array.shape) for want in expected]
                 roles["baseline"] = list(map(_with_shape, known, shapes))
             judge = partial(
-                agreement.judge,
+                accuracy.judge,
                 expected=expected,
                 precision=rung.bound.claim.precision,
                 when=pending.when,
@@ -268,14 +269,14 @@ class Ladder:
                     rung.error = rung.error or why
             else:
                 if name == base:
-                    self._baselines[base] = list(map(agreement.larger, known, deviations))
+                    self._baselines[base] = list(map(accuracy.larger, known, deviations))
 
     def _largest(
         self,
         base: str,
         pending: _Pending,
         deviations: list[Deviation],
-        expected: Sequence[agreement.Expected],
+        expected: Sequence[Expected],
     ) -> list[Deviation]:
         """Return a baseline's largest deviations so far, of a result with the same parts.
 
@@ -294,7 +295,7 @@ class Ladder:
         judge: Callable[..., object],
         roles: dict[str, list[Deviation]],
         pending: _Pending,
-        expected: Sequence[agreement.Expected],
+        expected: Sequence[Expected],
         base: str,
     ) -> None:
         """Judge a result without rounding errors, and with the baseline's result on its inputs.
@@ -304,8 +305,8 @@ class Ladder:
         rounding = self.bound.rounding_errors(self._inputs_of(pending), expected)
         if pending.arm != base:
             here = self._baseline_on(self._inputs_of(pending), base, expected)
-            roles = roles | {"baseline": list(map(agreement.larger, roles["baseline"], here))}
-        judge({role: agreement.beyond(rows, rounding) for role, rows in roles.items()})
+            roles = roles | {"baseline": list(map(accuracy.larger, roles["baseline"], here))}
+        judge({role: accuracy.beyond(rows, rounding) for role, rows in roles.items()})
 
     def _verify_left(self, pending: _Pending) -> None:
         """Compare what a call left in arguments with what the baselines leave on its inputs."""
@@ -335,11 +336,11 @@ class Ladder:
         return inputs
 
     def _baseline_on(
-        self, inputs: Inputs, base: str, expected: Sequence[agreement.Expected]
+        self, inputs: Inputs, base: str, expected: Sequence[Expected]
     ) -> list[Deviation]:
         """Compare the baseline's result on these inputs with the reference's."""
         bound, role = self._arms[base]
-        return agreement.compare(bound.result_of(role, inputs), expected, located=False)
+        return accuracy.compare(bound.result_of(role, inputs), expected, located=False)
 
     def check_anew(self, seed: int) -> None:
         """Check each rung on one more seed; for outputs that are too large to keep."""
@@ -386,8 +387,8 @@ def _passes(judge: Callable[..., object], base: Sequence[Deviation]) -> bool:
 
 
 def _lenient(baseline: Deviation) -> Deviation:
-    error = baseline.error / agreement.MAX_ERROR_RATIO
-    return replace(baseline, error=error, rms=baseline.rms / agreement.MAX_RMS_RATIO)
+    error = baseline.error / accuracy.MAX_ERROR_RATIO
+    return replace(baseline, error=error, rms=baseline.rms / accuracy.MAX_RMS_RATIO)
 
 
 def _with_shape(baseline: Deviation, shape: tuple[int, ...]) -> Deviation:

@@ -13,7 +13,8 @@ from functools import partial
 from typing import TypeVar
 
 from pytest_aiperf.build.nvcc import Build
-from pytest_aiperf.correctness import agreement
+from pytest_aiperf.correctness import argument_effects
+from pytest_aiperf.correctness.argument_effects import ArgumentEffects
 from pytest_aiperf.device.device import Device, HostDevice
 from pytest_aiperf.errors import (
     AiperfError,
@@ -141,7 +142,7 @@ def measure_ladder(
     lock = claims[0][1].lock
     started = time.monotonic() - lock.waited_s
     trials = [_Trial(*each, alone=len(claims) == 1) for each in claims]
-    effects: dict[Hashable, agreement.ArgumentEffects] = {}
+    effects: dict[Hashable, ArgumentEffects] = {}
     with _reserved_memory(trials):
         for trial in trials:
             trial.run(partial(_learn, trial, effects))
@@ -268,7 +269,7 @@ def _footprint(bound: BoundClaim, gpu: Gpu, arms: int) -> int:
     return needed + 2 * max(0, replicates - 1) * replicate
 
 
-def _learn(trial: _Trial, effects: dict[Hashable, agreement.ArgumentEffects]) -> None:
+def _learn(trial: _Trial, effects: dict[Hashable, ArgumentEffects]) -> None:
     """Learn the effects of a claim's baseline; keep them for other claims."""
     refuse_debug_environment()
     bound, context = trial.bound, trial.context
@@ -515,7 +516,7 @@ def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progres
         arms={"baseline": arm, "optimized": arm}, inputs=inputs, reference=arm, metrics=(metric,)
     )
     bound = BoundClaim(claim, device, seed, full=True, progress=progress)
-    bound.effects = agreement.infer_effects(lambda _: arm, partial(bound.make_inputs, seed))
+    bound.effects = argument_effects.infer_effects(lambda _: arm, partial(bound.make_inputs, seed))
     ladder = Ladder([bound])
     floors: list[float] = []
     while len(floors) < FLOOR_REPEATS:

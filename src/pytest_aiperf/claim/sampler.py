@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness import accuracy, argument_effects, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.peek import Peek
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
@@ -774,9 +774,9 @@ class Sampler:
     def _take(self, batch: Batch) -> tuple[list[NamedTensor], list[Contents]]:
         """Copy the result that a block has kept, and what its call has left in its arguments."""
         args, effects = batch.arm.inputs[batch.kept_set].args, self.bound.effects
-        outputs = agreement.outputs_of(batch.block.kept, args, effects)
+        outputs = argument_effects.outputs_of(batch.block.kept, args, effects)
         self._copy(outputs, lambda value: _is_small(value) and not self._is_late(value))
-        left = agreement.contents_of(args, effects)
+        left = argument_effects.contents_of(args, effects)
         self._copy(outputs, lambda value: not _is_small(value) and not self._is_late(value))
         return outputs, left
 
@@ -1042,7 +1042,7 @@ def _seconds(replicates: Sequence[Replicate], name: str) -> Iterator[float]:
 
 
 def _copy(path: str, value: object) -> NamedTensor:
-    (copy,) = agreement.copies([(path, value)])
+    (copy,) = accuracy.copies([(path, value)])
     return copy
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness import argument_effects, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import NamedTensor
 from pytest_aiperf.device.device import UNTRACED_BYTES
@@ -98,7 +98,7 @@ class ScoreSampler:
         score, returned = self._call(*[bind(self.ladder.prepare(name, i), i.args) for i in inputs])
         bound.refuse_changed_settings()
         outputs = bound.output_copies(returned, inputs[-1])
-        left = agreement.contents_of(inputs[-1].args, bound.effects)
+        left = argument_effects.contents_of(inputs[-1].args, bound.effects)
         if not score.value > 0 or math.isinf(score.value):
             raise UsageError(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
         first = self.score = self.score or score

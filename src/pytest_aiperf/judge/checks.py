@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.correctness import agreement, tensors
-from pytest_aiperf.correctness.agreement import Expected
+from pytest_aiperf.correctness import accuracy, tensors
+from pytest_aiperf.correctness.accuracy import Expected
 from pytest_aiperf.device.device import seed_all
 from pytest_aiperf.errors import AiperfError, WrongResult
 from pytest_aiperf.model import Bench, PrecisionName, Work
@@ -102,7 +102,7 @@ def narrowness(case: Case, device: str, seed: int) -> str:
             wider = forms.changed(args, change)
             if not any(forms.is_float(x) for _, x in tensors.walk(args, "args")):
                 return ""
-            expected = agreement.expect(case.reference(*forms.copies(wider)))
+            expected = accuracy.expect(case.reference(*forms.copies(wider)))
             if _distance(case.baseline(*forms.copies(wider)), expected) > GROSS / 5:
                 continue
             if (rms := _distance(case.solution(*forms.copies(wider)), expected)) > GROSS:
@@ -117,14 +117,14 @@ def _args(case: Case, device: str, seed: int) -> tuple[Any, ...]:
 
 
 def _outputs(result: object) -> Values:
-    return agreement.copies(tensors.walk(result, "result"))
+    return accuracy.copies(tensors.walk(result, "result"))
 
 
 def _distance(result: object, expected: Sequence[Expected]) -> float:
     outputs = _outputs(result)
     if not outputs or len(outputs) != len(expected):
         return float("inf")
-    return max(d.rms for d in agreement.compare(outputs, expected))
+    return max(d.rms for d in accuracy.compare(outputs, expected))
 
 
 def history(
@@ -161,7 +161,7 @@ def _call(case: Case, args: Values, precision: PrecisionName | None) -> tuple[Va
     expected = case.reference(*forms.copies(args))
     try:
         results = {"baseline": _outputs(case.baseline(*forms.copies(args))), "optimized": result}
-        agreement.verify(results, expected, precision)
+        accuracy.verify(results, expected, precision)
     except WrongResult:
         return result, _outputs(expected), False
     return result, _outputs(expected), True

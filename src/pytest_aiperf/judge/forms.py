@@ -28,7 +28,7 @@ from typing import Any, Final, Literal, cast
 import yaml
 
 from pytest_aiperf.correctness import tensors
-from pytest_aiperf.correctness.agreement import ERROR_BUDGETS
+from pytest_aiperf.correctness.accuracy import ERROR_BUDGETS
 from pytest_aiperf.device.device import seed_all
 from pytest_aiperf.errors import AiperfError, UsageError
 from pytest_aiperf.model import Bench, PrecisionName, Work

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, cast
 
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.correctness import tensors
-from pytest_aiperf.correctness.agreement import ERROR_BUDGETS
+from pytest_aiperf.correctness.accuracy import ERROR_BUDGETS
 from pytest_aiperf.errors import (
     AiperfError,
     ArmError,
