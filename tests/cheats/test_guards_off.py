@@ -21,8 +21,12 @@ import torch
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim import (
     bound_claim,
+    buffers,
     explanation,
     ladder,
+    passes,
+    plausibility,
+    result_copies,
     sampler,
     scores,
     search,
@@ -190,17 +194,18 @@ def a_drift(_path, _patch):
     timed.device = SimpleNamespace(
         telemetry=test_validity.gpu_state, ranks=SimpleNamespace(all=bool, count=1)
     )
+    timed.metric = sampler.Metric.DEVICE
     timed.calls, timed._rotations = {"optimized": 1, "baseline": 1}, []
     timed._idle, timed._state = validity.IdleTime(), test_validity.gpu_state()
     timed.ladder = SimpleNamespace(letter=lambda name: name[0])
     timed._time = lambda *_, **__: run()
-    round_, _ = timed._round(sampler.Pass(dict.fromkeys(timed.calls), is_new=False))
+    round_, _ = timed._round(passes.Pass(dict.fromkeys(timed.calls), is_new=False))
     means = [np.mean(round_.seconds[name]) for name in timed.calls]
     assert means[0] == pytest.approx(means[1])
 
 
 def set_order(timed, count):
-    return [i % timed.sets for i in range(count)]
+    return [i % timed.builder.sets for i in range(count)]
 
 
 def unbound_now():
@@ -364,7 +369,7 @@ GUARDS = {
         {(contents, "_parts_of_element"): always(())}, caught("elements_that_are_not_added")
     ),
     "new values take as long as known ones": Guard(
-        {(sampler.Sampler, "_find_kept_work"): nothing},
+        {(plausibility.PlausibilityChecks, "_find_kept_work"): nothing},
         marked("a_part_of_the_work_kept_by_value"),
     ),
     "counters of memory are kept": Guard(
@@ -579,20 +584,20 @@ GUARDS = {
         {(sampler.Sampler, "_short_blocks"): always(())}, caught("work_left_to_a_guessed_last_call")
     ),
     "values change under the timed arms": Guard(
-        {(sampler.Sampler, "_renew"): nothing}, caught("by_address_of_a_tensor")
+        {(buffers.BufferBuilder, "renew"): nothing}, caught("by_address_of_a_tensor")
     ),
     "calls are estimated on new values": Guard(
-        {(sampler.Sampler, "_renew"): nothing},
+        {(buffers.BufferBuilder, "renew"): nothing},
         lambda _p, patch: test_sampler.test_an_arm_that_remembers_values_gets_no_longer_blocks(
             sampler.Metric.WALL, patch
         ),
     ),
     "lone calls are compared with the arm's own": Guard(
-        {(sampler, "LONE_CALL_TIMES"): math.inf},
+        {(plausibility, "LONE_CALL_TIMES"): math.inf},
         calls(test_sampler.test_an_arm_that_skips_values_that_return_in_a_block_is_refused, 0.4),
     ),
     "calls are timed alone as well": Guard(
-        {(sampler.Sampler, "compare_lone_calls"): nothing},
+        {(plausibility.PlausibilityChecks, "_compare_lone_calls"): nothing},
         caught("one_launch_for_all_calls_of_a_block"),
     ),
     "results are copied at once": Guard(
@@ -600,7 +605,7 @@ GUARDS = {
         caught("a_thread_that_is_late_once_it_is_timed"),
     ),
     "small results are copied first": Guard(
-        {(sampler, "SMALL_BYTES"): math.inf},
+        {(result_copies, "SMALL_BYTES"): math.inf},
         lambda _p, patch: test_sampler.test_small_results_are_copied_before_large_ones(patch),
     ),
     "no work goes on between calls": Guard(
@@ -618,11 +623,11 @@ GUARDS = {
         caught("a_process_of_a_process_that_waits"),
     ),
     "baselines are timed before another arm has run": Guard(
-        {(sampler.Sampler, "_find_slowed_baselines"): nothing},
+        {(plausibility.PlausibilityChecks, "_find_slowed_baselines"): nothing},
         calls(test_sampler.test_a_baseline_that_is_slower_since_another_arm_has_run_is_told, 5),
     ),
     "baselines are not much slower than before another arm has run": Guard(
-        {(sampler, "SLOWED_BASELINE"): 2.0}, marked("a_table_that_becomes_longer")
+        {(plausibility, "SLOWED_BASELINE"): 2.0}, marked("a_table_that_becomes_longer")
     ),
     "baselines are timed with garbage collection as well": Guard(
         {(bound_claim, "gc"): SimpleNamespace(isenabled=always(value=False), freeze=nothing)},
@@ -661,10 +666,11 @@ GUARDS = {
         {(validity, "changed_since_start"): list}, marked("allocations_that_the_test_traces")
     ),
     "inputs() does not slow the baseline": Guard(
-        {(sampler.Sampler, "_find_slowing_inputs"): nothing}, marked("a_cache_that_inputs_clears")
+        {(plausibility.PlausibilityChecks, "_find_slowing_inputs"): nothing},
+        marked("a_cache_that_inputs_clears"),
     ),
     "results are finished before they are copied": Guard(
-        {(sampler.Sampler, "_suspect_late_results"): nothing},
+        {(plausibility.PlausibilityChecks, "_suspect_late_results"): nothing},
         caught("a_copying_function_that_fills_the_result"),
     ),
     "baselines are called by a thread as well": Guard(
@@ -681,7 +687,7 @@ GUARDS = {
         {(BoundClaim, "_shared_arrays"): always(())}, marked("one_array_eight_times")
     ),
     "blocks after another arm are compared": Guard(
-        {(sampler.Sampler, "_find_slowed_by_others"): nothing},
+        {(plausibility.PlausibilityChecks, "_find_slowed_by_others"): nothing},
         marked("a_cache_of_the_library_that_is_emptied"),
     ),
     "files are written by both arms": Guard(

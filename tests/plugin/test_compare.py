@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_aiperf import Score, Work, evidence
-from pytest_aiperf.claim import measure, sampler
+from pytest_aiperf.claim import buffers, measure
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import STANDARD
@@ -186,7 +186,7 @@ def test_arms_are_traced_under_the_lock_of_the_last_metric_without_waiting_for_a
 def test_arms_that_cannot_be_traced_at_once_are_traced_under_a_lock_of_their_own(
     monkeypatch, words, lock, long_build_s
 ):
-    monkeypatch.setattr(sampler, "LONG_BUILD_S", long_build_s)
+    monkeypatch.setattr(buffers, "LONG_BUILD_S", long_build_s)
     locks, held = traced(**words)
     last = len(locks) - 1
     assert last >= 1

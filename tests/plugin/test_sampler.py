@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from pytest_aiperf import Score, prepared, static
+from pytest_aiperf.claim import buffers, replicates, result_copies, sampler
 from pytest_aiperf.claim import ladder as ladders
-from pytest_aiperf.claim import replicates, sampler
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS, BoundClaim
 from pytest_aiperf.claim.ladder import Ladder
 from pytest_aiperf.claim.measure import noise_floor
@@ -281,7 +281,7 @@ def test_no_block_has_values_that_an_earlier_call_had(is_prepared, microseconds)
     )
     bound.check_agreement()
     timed = a_sampler(bound)
-    assert max(timed.calls.values()) <= timed.sets
+    assert max(timed.calls.values()) <= timed.builder.sets
     timed._make_batches_once = timed._make_batches
     warm_ups = []
 
@@ -312,7 +312,7 @@ def test_arms_have_values_of_their_own():
     timed = a_sampler(bound)
     for seen in values.values():
         seen.clear()
-    timed._run_once = lambda arm: None
+    timed.builder.run_once = lambda arm: None
     timed.replicate(timed.bound.seed + 77_000)
     fresh = [seen - values["baseline"] for seen in values.values()]
     assert len(values["baseline"]) > 20
@@ -402,7 +402,8 @@ def test_a_round_is_repeated_at_once_and_then_with_stable_clocks(rounds, settled
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (0.009, 2), (0.015, 1)])
 def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
     now = [0.0]
-    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (buffers, sampler):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(sampler, "MAX_ROUNDS", 1)
 
     class Slow(FakeDevice):
@@ -667,7 +668,7 @@ def test_no_arm_can_tell_the_seeds_of_timed_inputs_from_the_first_ones():
 )
 def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, extra, count):
     now = [0.0]
-    for module in (replicates, sampler):
+    for module in (replicates, buffers, sampler):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(FakeDevice):
@@ -702,7 +703,7 @@ def few_sets(monkeypatch):
 
     Seeds of replicates are small, which tells them from those of new values of a block.
     """
-    monkeypatch.setattr(sampler, "RENEWAL_S", 0.0)
+    monkeypatch.setattr(buffers, "RENEWAL_S", 0.0)
     monkeypatch.setattr(replicates.Measurement, "_seed", lambda _, replicate: 1000 * replicate)
 
 
@@ -721,7 +722,7 @@ def built_under_the_lock(device, **words):
     measurement.prepare()
     made.clear()
     measurement.measure()
-    in_measure = len(made) / (2 * measurement.sampler.sets)
+    in_measure = len(made) / (2 * measurement.sampler.builder.sets)
     measurement.finish()
     ladder.verify()
     assert len(measurement.timing.replicates) == STANDARD.min_replicates
@@ -738,7 +739,7 @@ def built_under_the_lock(device, **words):
 )
 def test_replicates_are_prebuilt_while_memory_allows(few_sets, monkeypatch, prebuilt, made):
     size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # bytes of the inputs of two arms
-    monkeypatch.setattr(sampler, "PREBUILT_SHARE", prebuilt * size / FAKE_GPU.memory_bytes)
+    monkeypatch.setattr(buffers, "PREBUILT_SHARE", prebuilt * size / FAKE_GPU.memory_bytes)
     assert built_under_the_lock(FakeDevice(noise=Noise.none())) == made
 
 
@@ -777,8 +778,8 @@ class TwoRanks(RankGroup):
 def test_replicates_that_take_long_to_build_are_built_before_the_lock_is_taken_again(
     few_sets, monkeypatch, device
 ):
-    monkeypatch.setattr(sampler, "LONG_BUILD_S", 0.0)
-    monkeypatch.setattr(sampler, "PREBUILT_SHARE", 0.0)  # memory for one
+    monkeypatch.setattr(buffers, "LONG_BUILD_S", 0.0)
+    monkeypatch.setattr(buffers, "PREBUILT_SHARE", 0.0)  # memory for one
     steps, usual = [], a_claim().inputs
     # a claim that holds the machine alone has all its threads
     monkeypatch.setattr(validity, "_libraries", lambda: {"threads": steps[-1:] == ["lock"]})
@@ -803,7 +804,7 @@ def test_replicates_that_take_long_to_build_are_built_before_the_lock_is_taken_a
 
 
 def test_ranks_build_replicates_while_they_measure(few_sets, monkeypatch):
-    monkeypatch.setattr(sampler, "LONG_BUILD_S", 0.0)
+    monkeypatch.setattr(buffers, "LONG_BUILD_S", 0.0)
     device = FakeDevice(noise=Noise.none(), ranks=TwoRanks())
     assert built_under_the_lock(device) == STANDARD.min_replicates - 1
 
@@ -847,7 +848,7 @@ def test_input_sets_that_would_fill_the_gpu_are_not_built(memory, expected):
         rung.bound.learn_effects()
     timed = sampler.Sampler(ladder, Metric.DEVICE, STANDARD)
     timed.prepare([1001])
-    assert timed.sets == expected
+    assert timed.builder.sets == expected
 
 
 @pytest.mark.parametrize("cache", ["warm", "cold"])
@@ -858,7 +859,7 @@ def test_a_slow_call_has_one_input_set(cache):
     )
     bound.check_agreement()
     timed = a_sampler(bound, prebuilt=[1001, 2001])
-    assert (timed.sets, len(timed._prebuilt[2001][0].inputs)) == (1, 1)
+    assert (timed.builder.sets, len(timed.builder.prebuilt[2001][0].inputs)) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -874,7 +875,7 @@ def test_a_slow_call_has_one_input_set(cache):
 )
 def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, prebuilt, warmed):
     ran = []
-    monkeypatch.setattr(sampler.Sampler, "_run_once", lambda _, stand: ran.append(stand.name))
+    monkeypatch.setattr(buffers.BufferBuilder, "run_once", lambda _, stand: ran.append(stand.name))
     bound = a_bound_claim()
     bound.check_agreement()
     timed = a_sampler(bound, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, prebuilt)
@@ -892,7 +893,7 @@ def test_a_long_call_is_warmed_up_once(monkeypatch, prebuilt, warmed):
     bound = a_bound_claim(metric="wall", baseline=doubling(200_000), optimized=doubling(50_000))
     bound.check_agreement()
     timed = a_sampler(bound, Metric.WALL, prebuilt)
-    monkeypatch.setattr(sampler.Sampler, "_run_once", lambda _, stand: ran.append(stand.name))
+    monkeypatch.setattr(buffers.BufferBuilder, "run_once", lambda _, stand: ran.append(stand.name))
     timed.replicate(2)
     assert sorted(ran) == warmed
 
@@ -920,8 +921,8 @@ def test_the_device_is_warmed_up_before_the_first_round(metric):
 
 def test_results_are_copied_in_random_order(monkeypatch):
     """A thread that still fills a list of results must not stay ahead of the copies."""
-    copied, copy = [], sampler._copy
-    monkeypatch.setattr(sampler, "_copy", lambda *o: copied.append(o[0]) or copy(*o))
+    copied, copy = [], result_copies._copy
+    monkeypatch.setattr(result_copies, "_copy", lambda *o: copied.append(o[0]) or copy(*o))
     parts = lambda x: [x * i for i in range(1, 41)]
     arms = {"baseline": parts, "optimized": partial(parts), "reference": parts}
     timed = a_sampler_of(Metric.WALL, device=HostDevice(), metric="wall", **arms)
@@ -1246,14 +1247,14 @@ def by(x, n):
 
 def test_sets_that_return_within_a_block_are_told(few_sets):
     timed = a_sampler_of(baseline=doubling(20), optimized=doubling(10))
-    assert max(timed.calls.values()) > timed.sets
+    assert max(timed.calls.values()) > timed.builder.sets
     assert [text.partition(":")[0] for text in timed.unchecked()] == ["results cached by value"]
 
 
 @pytest.mark.parametrize("metric", [Metric.DEVICE, Metric.WALL])
 def test_an_arm_that_remembers_values_gets_no_longer_blocks(metric, monkeypatch):
     """It is short on values that it has met, and would gain from blocks in which values return."""
-    monkeypatch.setattr(sampler, "PREBUILT_SHARE", 0)  # few sets
+    monkeypatch.setattr(buffers, "PREBUILT_SHARE", 0)  # few sets
     met = set()
 
     def arm(x):
@@ -1262,7 +1263,7 @@ def test_an_arm_that_remembers_values_gets_no_longer_blocks(metric, monkeypatch)
         return x * 2
 
     timed = a_sampler_of(metric, baseline=doubling(100), optimized=arm)
-    assert max(timed.calls.values()) <= timed.sets
+    assert max(timed.calls.values()) <= timed.builder.sets
 
 
 def a_sampler_of(metric=Metric.DEVICE, /, **words):
@@ -1320,12 +1321,14 @@ class RepeatingDevice(FakeDevice):
 def test_blocks_of_a_gpu_go_round_the_sets_and_end_with_the_last():
     seen = []
     timed = a_sampler(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1)))
-    batches = timed._make_batches(timed._build(1001), timed.calls)
+    batches = timed._make_batches(timed.builder.build(1001), timed.calls)
     for batch in batches.values():
         seen.append((batch.order[-1], len(batch.order), batch.block.keep))
-        assert set(batch.order) == set(range(timed.sets))
-        assert len(batch.order) > timed.sets
-    assert seen == [(timed.sets - 1, timed.calls[name], timed.calls[name] - 1) for name in batches]
+        assert set(batch.order) == set(range(timed.builder.sets))
+        assert len(batch.order) > timed.builder.sets
+    assert seen == [
+        (timed.builder.sets - 1, timed.calls[name], timed.calls[name] - 1) for name in batches
+    ]
 
 
 def test_a_lone_call_on_new_values_finds_results_kept_by_address_on_a_gpu():
@@ -1371,19 +1374,19 @@ def test_garbage_is_not_collected_between_drawing_values_and_timing_calls_on_the
 
     def inputs(bench):
         is_on.append(gc.isenabled())
-        time.sleep(sampler.RENEWAL_S)
+        time.sleep(buffers.RENEWAL_S)
         return (np.random.default_rng(bench.seed).random(64),)
 
     timed = a_sampler(a_bound_claim(HostDevice(), inputs=inputs, metric="wall"), Metric.WALL)
     assert not timed.renews
     timed.replicate(1001)
-    drawn = len(timed.calls) * timed.sets
+    drawn = len(timed.calls) * timed.builder.sets
     assert is_on[-drawn:] == [False] * drawn
     assert gc.isenabled()
 
 
 def test_objects_whose_attributes_a_call_changes_are_new_in_each_call(monkeypatch):
-    monkeypatch.setattr(sampler, "RENEWAL_S", 0)  # as if drawing took long
+    monkeypatch.setattr(buffers, "RENEWAL_S", 0)  # as if drawing took long
 
     def halving(records):
         for record in records:
@@ -1407,17 +1410,14 @@ def test_objects_whose_attributes_a_call_changes_are_new_in_each_call(monkeypatc
 
 
 def test_small_results_are_copied_before_large_ones(monkeypatch):
-    timed, copied = a_sampler(a_bound_claim(HostDevice())), []
-    monkeypatch.setattr(sampler, "_copy", lambda path, value: copied.append(path) or (path, value))
-    result = [np.zeros(10_000), [0.0] * 10_000, 1.0, np.zeros(10_000), np.zeros(4), [0.0] * 20]
-    batch = SimpleNamespace(
-        arm=SimpleNamespace(inputs=[SimpleNamespace(args=())]),
-        block=SimpleNamespace(kept=result),
-        kept_set=0,
+    bound, copied = a_bound_claim(HostDevice()), []
+    monkeypatch.setattr(
+        result_copies, "_copy", lambda path, value: copied.append(path) or (path, value)
     )
+    result = [np.zeros(10_000), [0.0] * 10_000, 1.0, np.zeros(10_000), np.zeros(4), [0.0] * 20]
     for _ in range(20):
         copied.clear()
-        timed._take(batch)
+        result_copies.copy_result(bound, result, ())
         assert sorted(copied[:3]) == ["result[2]", "result[4]", "result[5]"]
         assert len(copied) == len(result)
 
@@ -1520,7 +1520,7 @@ def test_a_much_faster_arm_may_start_slowly():
 
 @pytest.mark.parametrize(("limit_s", "told"), [(0.0, True), (60.0, False)])
 def test_a_note_tells_that_building_the_inputs_took_long(limit_s, told, monkeypatch):
-    monkeypatch.setattr(sampler, "LONG_SETS_S", limit_s)
+    monkeypatch.setattr(buffers, "LONG_SETS_S", limit_s)
     notes = measured(a_bound_claim()).notes
     assert any(note.startswith("building inputs took ") for note in notes) is told
 

@@ -419,18 +419,27 @@ class BoundClaim:
                     raise UsageError(f"Work(dtype={work.dtype!r}): use one of {names}")
             return work, tensors.nbytes(args)
 
+    @property
+    def second_call_differs(self) -> bool:
+        """Whether a second call on the same values does other work or returns another result."""
+        return self.effects.updates or bool(self.effects.objects)
+
     def note_settings(self) -> None:
         """Note the global settings; the number of threads among them depends on the lock held."""
         self._settings = validity.flags()
 
-    def refuse_changed_settings(self) -> None:
-        """Raise InvalidMeasurement if a global setting changed since ``note_settings``."""
+    def refuse_changed_settings(self, *arms: str) -> None:
+        """Raise InvalidMeasurement if a global setting changed since ``note_settings``.
+
+        The error names the arms that have run since, if they are given.
+        """
         changed = validity.changed_flags(self._settings, validity.flags())
         if changed:
+            names = f"{' or '.join(arms)}: " if arms else ""
             raise InvalidMeasurement(
-                f"an arm changed global settings ({', '.join(changed)}): the other arm would run "
-                "under them as well; restore them before the call returns, or set them before "
-                "pytest starts"
+                f"{names}an arm changed global settings ({', '.join(changed)}): the other arm "
+                "would run under them as well; restore them before the call returns, or set them "
+                "before pytest starts"
             )
 
     @contextmanager

@@ -32,11 +32,11 @@ from pytest_aiperf.rules.stats import speedup
 
 from . import explanation
 from .bound_claim import BoundClaim
+from .buffers import PREBUILT_SHARE, input_sets
 from .claim import Claim, Progress
 from .explanation import Inspected, Inspection
 from .ladder import Ladder, identity
 from .replicates import Measurement, measure_metric
-from .sampler import PREBUILT_SHARE, input_sets
 from .stopping_rule import QUICK, STANDARD, StoppingRule
 from .torch_compile import uncompiled
 

@@ -64,7 +64,7 @@ class Measurement:
             elapsed_s = self._measured_s + time.monotonic() - started - self.sampler.drawing_s
             most = self.bound.device.ranks.max  # all ranks must stop at the same replicate
             stopped = self._stop(most(of_speedup), most(of_library), most(elapsed_s))
-        self.sampler.compare_lone_calls(replicates)
+        self.sampler.check_plausibility(timing)
         self.timing = replace(timing, stopped=stopped)
 
     def finish(self) -> None:

@@ -45,14 +45,14 @@ class ScoreSampler:
     def prepare_more(self, seeds: Sequence[int]) -> None: ...
     def finish(self) -> None: ...
 
-    def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None:
+    def check_plausibility(self, timing: Timing) -> None:
         """Refuse arms that needed more memory in each checked call than in the measured calls.
 
         The tracer runs only in measured calls, and an arm could notice it.
         """
         for rung in self.ladder.rungs if self.metric is Metric.MEMORY else ():
             name = rung.arms["optimized"]
-            measured = max(block.seconds[name][0] for r in replicates for block in r.rounds)
+            measured = max(b.seconds[name][0] for r in timing.replicates for b in r.rounds)
             grown = min(rung.bound.grown_bytes.get("optimized", [0]))
             if grown > MORE_UNTRACED * measured + UNTRACED_BYTES:
                 rung.suspicion = InvalidMeasurement(

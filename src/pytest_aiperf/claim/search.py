@@ -33,7 +33,7 @@ WORSE_IN_ALL = 1.5
 calls. Rare cases often change it by less, and no reader of a ratio expects it to be more exact."""
 WORSE_COLLECTED = 1.4
 """The speedup with garbage collection on may be worse by this factor. The same factor applies to a
-baseline's time (SLOWED_BASELINE in sampler.py)."""
+baseline's time (SLOWED_BASELINE in plausibility.py)."""
 JUDGED = ("baseline", "optimized")
 """Arms whose speedup is judged."""
 validity.watched(now, __name__, "now")  # this module has a reference of its own to the function
