@@ -214,7 +214,7 @@ def test_inputs_must_follow_the_seed():
     with wrong(
         "inputs() gives different values for the same seed: a (all arms must get the same inputs. "
         "np.random.rand and torch.randn are seeded; a generator of your own takes its seed from "
-        "bench: np.random.default_rng(bench.seed). The baseline must write all of a destination",
+        "bench: np.random.default_rng(bench.seed). If it is an array from np.empty or torch.empty",
         UsageError,
     ):
         infer_effects(double, lambda: (torch.rand(4), torch.empty(4)), ("a", "out"))

@@ -179,6 +179,12 @@ def test_an_arm_that_two_rungs_use_is_timed_once():
         assert one.order.translate(str.maketrans("BO", "FB")).replace("L", "") == (
             other.order.replace("L", "").replace("O", "")
         )
+    noted = replace(
+        timing, notes=("optimized-1 took 1 ms", "optimized took 2 ms", "not about arms")
+    )
+    notes = [ladder.timing_of(rung, noted).notes for rung in ladder.rungs]
+    assert notes[0] == ("optimized took 2 ms", "not about arms")
+    assert notes[1] == ("optimized took 1 ms", "baseline took 2 ms", "not about arms")
     assert speedup(first).value * speedup(second).value == pytest.approx(
         speedup(second, of="first").value, rel=1e-3
     )

@@ -171,7 +171,16 @@ class Ladder:
             Replicate(r.seed, tuple(map(part, r.rounds)), r.redone) for r in timing.replicates
         )
         calls = {role: timing.calls[name] for role, name in rung.arms.items()}
-        return replace(timing, replicates=replicates, calls=calls)
+        notes = tuple(filter(None, (self._note_of(rung, note) for note in timing.notes)))
+        return replace(timing, replicates=replicates, calls=calls, notes=notes)
+
+    def _note_of(self, rung: Rung, note: str) -> str:
+        """Return a note, which may begin with an arm; "" if that is an arm of other rungs."""
+        name, _, rest = note.partition(" ")
+        if name not in self._arms:
+            return note
+        role = next((role for role, arm in rung.arms.items() if arm == name), "")
+        return f"{role} {rest}" if role else ""
 
     def is_prepared(self, name: str) -> bool:
         """Whether an arm prepares each set of its inputs before it is timed."""

@@ -169,7 +169,8 @@ def expect(reference: object, *, exact: bool = False) -> list[Expected]:
     ``exact`` states that they are correct whatever their dtype. Without it, :func:`judge` requires
     fp64, or exactly the baseline's result.
     """
-    outputs = [(path, _numbers(value)) for path, value in _results(reference)]
+    of = "the reference's result"
+    outputs = [(path, _numbers(value, of)) for path, value in _results(reference)]
     scales = ((rms, _scale(array, rms)) for _, array in outputs for rms in [_rms(array)])
     return [Expected(*o, *s, exact) for o, s in zip(outputs, scales, strict=True)]
 
@@ -328,14 +329,14 @@ def judge_output(
         )
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: Any, of: str = "a result") -> Any:
     """Return one output as an array of real numbers."""
     if not (array := tensors.as_array(value)):
         kind = type(value).__name__
         if (type(value).__module__, kind) == ("numpy", "ndarray"):  # runs no code of other classes
             kind += f" of {value.dtype}"
         raise UsageError(
-            f"a result of type {kind} cannot be compared: return numbers, or plain, dense arrays "
+            f"{of} of type {kind} cannot be compared: return numbers, or plain, dense arrays "
             "of them (of a structured array, its fields)"
         )
     return backend_of(array[0]).as_real_view(array[0])

@@ -41,8 +41,8 @@ SEEDING = (
 )
 """How inputs are drawn so that they depend on the seed, and on nothing else."""
 UNSEEDED = (
-    f"{SAME_INPUTS}. {SEEDING}. The baseline must write all of a destination from np.empty or "
-    "torch.empty; for scratch memory that it does not write, use np.zeros or torch.zeros"
+    f"{SAME_INPUTS}. {SEEDING}. If it is an array from np.empty or torch.empty, the baseline must "
+    "write all of it; for scratch memory, use np.zeros or torch.zeros"
 )
 """What to do if inputs of one seed have different values."""
 
