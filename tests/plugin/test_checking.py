@@ -10,6 +10,7 @@ from tests.plugin.test_evidence import TRITON
 
 CU = """\
 extern "C" int copy(float *to, const float *from, int n, cudaStream_t stream) { return 0; }
+extern "C" int again(float *to, const float *from, int n, cudaStream_t stream) { return 0; }
 """
 
 
@@ -318,7 +319,7 @@ def test_reference(compare):
     compare(**usual | {"reference": lambda x, y: x})
 
 def claim(nvcc, inputs, **words):
-    copy, again = (nvcc("copy.cu")["copy"] for _ in range(2))
+    copy, again = (nvcc("copy.cu")[name] for name in ("copy", "again"))
     claim = {"baseline": copy, "optimized": again, "reference": lambda to, source, n: source}
     return claim | {"inputs": inputs} | words
 
@@ -387,7 +388,7 @@ def copies(bench):
 
 @pytest.mark.sm90
 def test_built(compare, nvcc):
-    copy, again = (nvcc("copy.cu")["copy"] for _ in range(2))
+    copy, again = (nvcc("copy.cu")[name] for name in ("copy", "again"))
     reference = lambda to, source, n: source
     compare(baseline=copy, optimized=again, inputs=copies, reference=reference)
 
