@@ -127,7 +127,8 @@ def refused(words, config):
         return ", ".join(name for name in names if name not in rules)
     try:
         if words[:1] == ["pytest"]:
-            cleaned = [word for word in words[1:] if not re.fullmatch(r"[<>]+|\$\{?\w+\}?", word)]
+            left_out = r"[<>]+|\$\{?\w+\}?|@\S+"  # redirections, variables, files with arguments
+            cleaned = [word for word in words[1:] if not re.fullmatch(left_out, word)]
             given, unknown = config._parser.parse_known_and_unknown_args(cleaned)
             paths = [word.partition("::")[0] for word in given.file_or_dir]
             missing = [p for p in paths if p.startswith("tests/") and not list(ROOT.glob(p))]
