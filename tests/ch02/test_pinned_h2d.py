@@ -6,7 +6,7 @@ and one CPU core's memory copy sets the pace. With pinned (page-locked) memory t
 directly over PCIe, without the CPU. "to_gpu" and "to_host" are the two directions. On an H200,
 pinned copies run at 50 GB/s in both directions: the transfer of 24 MiB takes 456 µs (55 GB/s), and
 starting it and waiting for its end another 43 to 50. Pageable ones, which a CPU core copies, run at
-6 to 9 GB/s to the GPU and 12 to 17 to the host, depending on the host: hence the two speedups. 5.5x
+6 to 9 GB/s to the GPU and 12 to 16 to the host, depending on the host: hence the two speedups. 5.5x
 was the aim of both; to the host it is missed, at 3.3x to 4.4x, because the CPU core copies faster
 in that direction. Why the two differ was not examined; in one run, the GPU's part of the copy to it
 took 1.8 of 3.9 ms.

@@ -1227,17 +1227,28 @@ def test_a_baseline_that_is_slower_since_another_arm_has_run_is_told(times):
     assert told == ["whether another arm slows the baseline down"] * (times > 1)
 
 
-@pytest.mark.parametrize("again_ms", [1, 10])
-def test_a_baseline_that_is_quicker_in_a_thread_is_told_if_it_still_is(monkeypatch, again_ms):
-    times = iter((1e-3, 1e-3, again_ms * 1e-3, again_ms * 1e-3))
+@pytest.mark.parametrize(
+    ("again", "ranks", "is_told"),
+    [
+        ([1e-3, 1e-3], RankGroup(), True),
+        ([10e-3, 10e-3], RankGroup(), False),
+        ([], TwoRanks(), True),  # a call of one rank would wait for the other
+    ],
+)
+def test_a_baseline_that_is_quicker_in_a_thread_is_told_if_it_still_is(
+    monkeypatch, again, ranks, is_told
+):
+    times = iter((1e-3, 1e-3, *again))
     monkeypatch.setattr(BoundClaim, "_time_in_thread", lambda _: next(times))
-    bound = a_bound_claim(baseline=doubling(10_000), optimized=doubling(5_000), metric="wall")
+    device = FakeDevice(noise=WHITE, ranks=ranks)
+    arms = {"baseline": doubling(10_000), "optimized": doubling(5_000)}
+    bound = a_bound_claim(device, metric="wall", **arms)
     bound.check_agreement()
     measurement = replicates.Measurement(Ladder([bound]), Metric.WALL, STANDARD)
     measurement.prepare()
     measurement.measure()
     told = [text.partition(":")[0] for text in measurement.sampler.unchecked()]
-    assert told == ["whether the baseline is slow only while it is timed"] * (again_ms == 1)
+    assert told == ["whether the baseline is slow only while it is timed"] * is_told
 
 
 def by(x, n):
