@@ -137,7 +137,7 @@ def _refuse_other_baseline(claim: Claim, context: ItemContext) -> None:
     if claim.against is Against.PREVIOUS_RUNG and is_judged and not is_known:
         raise UsageError(
             'against="previous rung", but the baseline is not the optimized arm of any earlier '
-            "rung: pass that arm as the baseline, or say what this baseline is"
+            "rung: pass such an arm, or say with against= what this baseline is"
         )
     earlier[index] = identity(claim.arms["optimized"])
 
