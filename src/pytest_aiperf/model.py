@@ -28,6 +28,11 @@ class Metric(StrEnum):
     MEMORY = "memory"
     SCORE = "score"
 
+    @property
+    def depends_on_host(self) -> bool:
+        """Whether other work on the CPU may change the figure; a score may contain wall time."""
+        return self in (Metric.WALL, Metric.SCORE)
+
 
 class Mode(StrEnum):
     """How a block of calls is timed."""

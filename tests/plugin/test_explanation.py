@@ -97,7 +97,7 @@ def test_a_required_share_is_compared_with_the_lower_end():
     assert requiring(0.9).outcome is Outcome.PASSED
     lost = requiring(0.99)
     assert lost.outcome is Outcome.FAILED
-    assert "share of the limit 93% is below the required 99%" in lost.message
+    assert "share of the limit 93% is below the 99% that expectations.yaml requires" in lost.message
 
 
 def test_one_replicate_has_no_lower_end():

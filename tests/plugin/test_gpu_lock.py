@@ -200,17 +200,18 @@ def test_a_process_that_cannot_be_paused_keeps_its_locks(claim, tmp_path):
 class Preparing:
     """A claim that can be paused: it leads a session, prepares, and has started two processes.
 
-    It suspends its lock, resumes it, and ends when it is told to.
+    It suspends its lock, resumes it, and ends when it is told to. With ``first``, it only uses the
+    host at first, and takes this lock when it is told to.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, first=None):
         self.events, events = os.pipe()
         commands, self.commands = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
             lock = GpuLock([A], folder, on_wait=lambda _: os.write(events, b"w"), pausable=True)
-            with lock.shared():
+            with lock.use_host() if first else lock.shared():
                 for leads in (False, True):
                     child = os.fork()
                     if child == 0:
@@ -220,6 +221,12 @@ class Preparing:
                         time.sleep(300)
                         os._exit(0)
                     os.write(events, child.to_bytes(4, "little"))
+                if first:
+                    os.read(commands, 1)
+                    with getattr(lock, first)():
+                        os.write(events, b"+")
+                        os.read(commands, 1)
+                    os.write(events, b"-")
                 for step in (lambda: lock.suspend(lambda: None), lock.resume):
                     os.read(commands, 1)
                     step()
@@ -244,14 +251,17 @@ class Preparing:
         os.write(self.commands, b"r")
         return os.read(self.events, 1)
 
+    def kill(self):
+        for pid in (self.pid, *self.children):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
 
 @pytest.fixture
 def preparing(tmp_path):
     started = Preparing(tmp_path / "locks")
     yield started
-    for pid in (started.pid, *started.children):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(started.pid, 0)
+    started.kill()
 
 
 def ended(other):
@@ -294,6 +304,58 @@ def test_a_suspended_claim_is_paused_for_the_host_only(claim, preparing):
     host = claim("exclusive_host", B)
     assert host.enters
     assert preparing.states() == "TTT"
+
+
+@pytest.fixture
+def using_host(tmp_path, request):
+    started = Preparing(tmp_path / "locks", request.param)
+    yield started
+    started.kill()
+
+
+@pytest.mark.parametrize("using_host", ["shared", "exclusive_gpu", "exclusive_host"], indirect=True)
+def test_a_claim_is_paused_for_the_host_between_its_locks(claim, using_host, tmp_path):
+    def is_paused():
+        other = claim("exclusive_host", B)
+        assert other.enters
+        states = using_host.states()
+        assert ended(other)
+        assert using_host.runs_again()
+        return states == "TTT"
+
+    assert is_paused()
+    gpu = claim("exclusive_gpu")
+    assert gpu.enters
+    assert "T" not in using_host.states(), "without a lock it uses no GPU"
+    assert ended(gpu)
+    assert [using_host.steps(), using_host.steps()] == [b"+", b"-"]
+    assert is_paused()
+    assert [using_host.steps() for _ in range(3)] == [b"+", b"+", b"-"]
+    assert not list((tmp_path / "locks").glob("*.preparing/*")), "no registration is left"
+
+
+@pytest.mark.parametrize("using_host", ["exclusive_host"], indirect=True)
+def test_a_claim_that_is_timed_does_not_pause_itself(claim, using_host):
+    assert using_host.steps() == b"+"
+    assert "T" not in using_host.states()
+    waiting = claim("exclusive_host", B)
+    assert waiting.waits
+    assert using_host.steps() == b"w", "the other one comes before it may go on"
+    assert waiting.acquires
+    assert ended(waiting)
+    assert os.read(using_host.events, 1) == b"-"
+
+
+def test_what_a_claim_has_for_itself_is_told(tmp_path):
+    told = []
+    lock = GpuLock([A], tmp_path / "locks", on_alone=told.append)
+    with lock.shared():
+        assert told == []
+    with lock.exclusive_gpu():
+        assert told == ["GPU"]
+    with pytest.raises(ZeroDivisionError), lock.exclusive_host():
+        raise ZeroDivisionError
+    assert told == ["GPU", "", "host", ""]
 
 
 def test_a_claim_does_not_begin_to_prepare_beside_one_that_is_timed(claim, tmp_path):

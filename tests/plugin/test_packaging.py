@@ -157,7 +157,7 @@ def test_bench_forgives_a_requirement_that_only_the_intervals_end_misses(project
     script(project.path / "path" / "nvidia-smi", "echo GPU 0: Fake")
     command = " ".join(project.command("--quick", "--reproducible"))
     run = bench(project.path, f'exec {sys.executable} "$@" {command}')
-    assert "below the required 2x, but the interval reaches it" in run.stdout
+    assert "below the 2x that expectations.yaml requires, but the interval reaches it" in run.stdout
     assert "1 claim, 1 failed: 1 FASTER (undecided)" in run.stdout
     assert "No claim is wrong; this machine is too noisy to decide 1." in run.stdout
     assert run.returncode == 0

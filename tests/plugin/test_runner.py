@@ -238,8 +238,8 @@ def test_what_a_human_requires_is_held(project):
     done.assert_outcomes(passed=1, failed=2)
     done.stdout.fnmatch_lines(
         [
-            "speedup *: its lower end is below the required 2.5x",
-            "library ratio *: its lower end is below the required 1.5x",
+            "speedup *: its lower end is below the 2.5x that expectations.yaml requires",
+            "library ratio *: its lower end is below the 1.5x that expectations.yaml requires",
         ]
     )
 
@@ -509,6 +509,33 @@ def test_a_wait_for_another_pytest_is_printed_without_a_terminal(project):
             time.sleep(0.1)
     assert process.wait(PATIENCE_S) == 0
     assert out.read_text().count("ch07/it is waiting for ") == 1
+
+
+def test_a_claim_begins_when_no_other_has_the_host_for_itself(project):
+    project.tests("""
+from pathlib import Path
+
+def test_it(compare):
+    Path("began").touch()
+    compare(**usual)
+""")
+    out = project.path / "out"
+    with GpuLock([], project.path / "locks").exclusive_host():
+        process = project.start("--gpu", "--quick")
+        end = time.monotonic() + PATIENCE_S
+        while "ch07/it is waiting for the host" not in out.read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not (project.path / "began").exists()
+    assert process.wait(PATIENCE_S) == 0
+    (log,) = (project.path / ".aiperf" / "latest").glob("phases-*.jsonl")
+    phases = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [p["phase"] for p in phases[:3]] == [
+        "starting",
+        "waiting for the host, which another claim holds",
+        "starting",
+    ]
+    assert {p.get("alone", "") for p in phases if p["phase"] == "checking results"} == {""}
+    assert "GPU" in {p.get("alone") for p in phases if p["phase"] == "measuring"}
 
 
 @pytest.mark.parametrize("where", ["inputs", "before compare"])

@@ -78,7 +78,7 @@ def test_the_lower_end_of_the_interval_must_meet_the_requirement():
     assert judge(Interval(1.5, 1.6, 1.7), 0.0, expectation).holds
     judgement = judge(Interval(1.49, 1.6, 1.7), 0.0, expectation)
     assert not judgement.holds
-    assert "below the required 1.5x" in judgement.why
+    assert "below the 1.5x that expectations.yaml requires" in judgement.why
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ _HOST: Final = {
 """Kinds of evidence about the host, with the fields of getrusage whose sum is the figure. Page
 faults of processes that an arm has started are added."""
 
+_PACED: Final = (EvidenceKind.OVERLAP, EvidenceKind.BUSY_SHARE)
+"""Kinds of evidence that depend on how fast the host enqueues, if the claim's figure does."""
+
 OTHERS_WORK: Final = "processes that the arm has started do a part of the work"
 """Reason for missing figures of the host: those of the claim's own process would say little."""
 
@@ -143,7 +146,12 @@ class Inspection:
                         self._planned.append((bound, name, steps, by_identity[key]))
                 arms[name] = by_identity[key]
             self.arms.append(arms)
-        self.uses_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in self._planned)
+        self._reads_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in self._planned)
+        self.uses_host = self._reads_host or any(
+            record.timing and record.timing.metric.depends_on_host
+            for bound, record in claims
+            if _has(bound.claim.evidence, *_PACED)
+        )
         """Whether :meth:`run` needs the exclusive lock of the host as well."""
 
     def locked(self, lock: GpuLock) -> None:
@@ -165,7 +173,7 @@ class Inspection:
                 bound.device.synchronize()
                 self._calls.append((call, steps, inspected))
         # a loaded tracer would add to the figures of the host
-        for bound, *_ in self._planned[: not self.uses_host]:
+        for bound, *_ in self._planned[: not self._reads_host]:
             with _noted(Inspected()):  # no note: tracing an arm then fails as well, and is noted
                 bound.device.load_tracer()
 

@@ -1,9 +1,9 @@
 """Locks on the host and the GPUs, shared by all pytest runs of one user.
 
-A claim that is timed holds its GPUs exclusively, and the host as well if its metric is wall time.
-Claims that prepare meanwhile are paused, see :mod:`.pausing`: a timed claim does not wait for them,
-however long their steps take. A process that cannot be paused holds a readers-writer lock in shared
-mode instead.
+A claim that is timed holds its GPUs exclusively, and the host as well if its figure depends on the
+host. Claims that prepare meanwhile are paused, see :mod:`.pausing`: a timed claim does not wait for
+them, however long their steps take. A process that cannot be paused holds a readers-writer lock in
+shared mode instead.
 
 The kernel releases a lock when the process that holds it ends, however it ends. All processes lock
 GPUs before the host, so that no two claims wait for each other.
@@ -34,13 +34,14 @@ class GpuLock:
     """The lock of one claim on the host and on its GPUs.
 
     ``on_wait`` is called with a sentence when the lock has to wait for another process, and
-    ``on_acquired`` when this wait is over. While the host is shared, BLAS and OpenMP use at most
-    ``threads`` threads: if each of several claims started one thread per core, their threads would
-    wait for one another. With GPUs only those of BLAS are limited: torch.compile compiles a
-    function again when the number of OpenMP's threads has changed. A shared lock cannot be
-    upgraded: release it before you take an exclusive one; others may hold the lock in between.
-    ``pausable`` is for the process of a claim, which leads its session and may be stopped while it
-    prepares; one that a user started, such as a notebook, may not.
+    ``on_acquired`` when this wait is over. ``on_alone`` is called with what an exclusive scope has
+    for itself, "GPU" or "host" (with the GPUs), and with "" when it ends. While the host is shared,
+    BLAS and OpenMP use at most ``threads`` threads: if each of several claims started one thread
+    per core, their threads would wait for one another. With GPUs only those of BLAS are limited:
+    torch.compile compiles a function again when the number of OpenMP's threads has changed. A
+    shared lock cannot be upgraded: release it before you take an exclusive one; others may hold the
+    lock in between. ``pausable`` is for the process of a claim, which leads its session and may be
+    stopped while it prepares; one that a user started, such as a notebook, may not.
     """
 
     def __init__(
@@ -51,22 +52,52 @@ class GpuLock:
         on_acquired: Callable[[], None] = lambda: None,
         threads: int | None = None,
         *,
+        on_alone: Callable[[str], None] = lambda _: None,
         pausable: bool = False,
     ) -> None:
         self._gpus = sorted(set(gpus))
         self.folder = private_folder(folder or default_folder())
         self.on_wait = on_wait
         self.on_acquired = on_acquired
+        self.on_alone = on_alone
         self._threads = threads
-        # two claims that have one GPU each could pause a third one on both, and one continue it
-        self._pausable = pausable and len(self._gpus) < 2
+        self._pausable = pausable
+        # else it locks: two claims with one GPU each could pause one on both, and one continue it
+        self._registers = pausable and len(self._gpus) < 2
         self.is_idle: Callable[[], bool] = lambda: True
         """Returns whether the GPU has finished the work that paused claims had enqueued."""
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
         self._held = False
+        self._host: ExitStack | None = None  # the registration of use_host(), if there is one
         self._shared: ExitStack | None = None  # shared locks of the GPUs; suspend() releases them
         self._is_suspended = False
+
+    @contextmanager
+    def use_host(self) -> Iterator[None]:
+        """Be paused whenever another claim holds the host exclusively, until the context ends.
+
+        Enter it in the process of a claim before anything else: its imports, builds and traces, for
+        which it needs no lock, would take time from a claim that uses all cores.
+        """
+        if not self._pausable:
+            yield
+            return
+        self._join_host()
+        try:
+            yield
+        finally:
+            self._leave_host()
+
+    def _join_host(self) -> None:
+        self._host = ExitStack()
+        with self._waiting() as wait:
+            self._register(self._host, _HOST, wait)
+
+    def _leave_host(self) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None
 
     def shared(self) -> AbstractContextManager[None]:
         """Hold shared locks on the host and the GPUs, while a claim prepares."""
@@ -86,7 +117,7 @@ class GpuLock:
         ``before`` is called first: it must end all work of this process on the GPUs. A process that
         cannot be paused keeps its locks: while it holds the host, it may not wait for a GPU.
         """
-        if self._shared is None or self._is_suspended or not self._pausable:
+        if self._shared is None or self._is_suspended or not self._registers:
             return
         before()
         self._shared.close()
@@ -104,9 +135,11 @@ class GpuLock:
     def _lock_scope(self, *, exclusive_host: bool, exclusive_gpus: bool) -> Iterator[None]:
         if self._held:
             raise UsageError("this lock is held: leave its with block before you enter another")
-        self._held = True
+        self._held, uses_host = True, self._host is not None
         try:
             with ExitStack() as scope:
+                if exclusive_gpus:
+                    self._leave_host()  # a claim must not pause itself
                 with self._waiting() as wait:
                     if exclusive_gpus:
                         self._lock(scope, self._gpus, wait, exclusive=True)
@@ -114,28 +147,36 @@ class GpuLock:
                     else:
                         self._shared = scope.enter_context(ExitStack())
                         self._share(self._shared, self._gpus, wait)
-                        self._share(scope, [_HOST], wait)
+                        self._share(scope, [_HOST][uses_host:], wait)
                 if exclusive_gpus:
                     resources = map(_name, [*self._gpus, *[_HOST] * exclusive_host])
                     scope.enter_context(pausing.paused(self.folder, resources, self.is_idle))
+                    self.on_alone("host" if exclusive_host else "GPU")
+                    scope.callback(self.on_alone, "")
                 elif self._threads is not None:
                     api = "blas" if self._gpus else None  # None limits BLAS and OpenMP
                     scope.enter_context(threadpool_limits(self._threads, user_api=api))
                 yield
         finally:
             self._held, self._shared, self._is_suspended = False, None, False
+            if uses_host and self._host is None:
+                self._join_host()
 
     def _share(
         self, scope: ExitStack, resources: Sequence[str], wait: Callable[[str], None]
     ) -> None:
         """Register with resources; a process that cannot be paused locks them in shared mode."""
-        if not self._pausable:
+        if not self._registers:
             self._lock(scope, resources, wait, exclusive=False)
             return
         for resource in resources:
-            with ExitStack() as entry:  # no exclusive holder may miss this registration
-                self._lock(entry, [resource], wait, exclusive=False)
-                scope.enter_context(pausing.registered(self.folder, _name(resource)))
+            self._register(scope, resource, wait)
+
+    def _register(self, scope: ExitStack, resource: str, wait: Callable[[str], None]) -> None:
+        """Register with a resource: whoever holds it exclusively pauses this claim."""
+        with ExitStack() as entry:  # no exclusive holder may miss this registration
+            self._lock(entry, [resource], wait, exclusive=False)
+            scope.enter_context(pausing.registered(self.folder, _name(resource)))
 
     def _lock(
         self,

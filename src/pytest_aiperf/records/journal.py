@@ -130,13 +130,17 @@ class Phases:
     """
 
     path: Path
-    _last: tuple[str, str] = ("", "")
+    _last: tuple[str, str, str] = ("", "", "")
 
-    def append(self, claim: str, phase: str) -> None:
-        """Log a phase, unless it is the last one; an error is ignored: nothing depends on it."""
-        if (claim, phase) != self._last:
-            self._last = claim, phase
-            line = dumps({"time": time.time(), "claim": claim, "phase": phase}, claim)
+    def append(self, claim: str, phase: str, alone: str = "") -> None:
+        """Log a phase, unless it is the last one; an error is ignored: nothing depends on it.
+
+        ``alone`` is what the claim then has for itself: "GPU", "host" (with its GPUs), or "".
+        """
+        if (claim, phase, alone) != self._last:
+            self._last = claim, phase, alone
+            entry = {"time": time.time(), "claim": claim, "phase": phase}
+            line = dumps(entry | ({"alone": alone} if alone else {}), claim)
             with suppress(OSError), self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
 

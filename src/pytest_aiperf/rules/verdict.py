@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from pytest_aiperf.model import Expectation, Interval, Metric, Require, Result, Verdict
 
@@ -24,6 +25,8 @@ An interval covers only the noise of its own session. Between two pairs of H200s
 68 intervals of unchanged claims did not overlap, and their ends lay up to 3.2 % apart. The price of
 this tolerance: a smaller regression shows only in the history, as a lasting step.
 """
+
+_FILE: Final = "expectations.yaml"  #: Names the source of requirements in messages.
 
 _Problem = tuple[str, bool]
 """Reason why a claim is not met, and whether it may be met in another run."""
@@ -161,16 +164,21 @@ def _unmet(
         ("library ratio", library, require.library),
     ):
         if required is not None and interval is not None and interval.low < required:
-            text = f"{what} {interval}: its lower end is below the required {required:g}x"
+            text = (
+                f"{what} {interval}: its lower end is below the {required:g}x that {_FILE} requires"
+            )
             if reaches := interval.high * (1 + floor) >= required:
                 beyond = "the interval" if interval.high >= required else "the session's noise"
                 text += f", but {beyond} reaches it: measure again"
             yield text, reaches
     if require.library is not None and library is None:
-        text = f"{require.library:g}x of the library is required, but there is no library arm"
+        text = f"{_FILE} requires {require.library:g}x of the library, but there is no library arm"
         yield text, False
     if require.share is not None and share is None:
-        text = f"{require.share:.0%} of the limit is required, but the claim's share is not known"
+        text = f"{_FILE} requires {require.share:.0%} of the limit, but the share is not known"
         yield text, False
     elif require.share is not None and share is not None and share < require.share:
-        yield f"share of the limit {share:.0%} is below the required {require.share:.0%}", False
+        text = (
+            f"share of the limit {share:.0%} is below the {require.share:.0%} that {_FILE} requires"
+        )
+        yield text, False

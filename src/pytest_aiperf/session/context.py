@@ -32,7 +32,6 @@ class ItemContext:
         self.settings = session.settings
         self.requirements = item.stash[REQUIREMENTS]
         self.gpus = session.gpus_for(item)
-        self._phase = "starting"  # the latest phase; waits do not count as phases
         self._send = session.send
         if (job := self.settings.capture_job) is not None and session.role is Role.TARGET:
             self._send = target.sender(job)  # pauses the deadline of the process that profiles
@@ -83,7 +82,8 @@ class ItemContext:
             [gpu.uuid for gpu in self.gpus],
             folder,
             on_wait=self.wait_for,
-            on_acquired=lambda: self.progress(self._phase),
+            on_acquired=lambda: self.progress(self.session.phase),
+            on_alone=self._note_alone,
             threads=self.settings.threads,
             # a claim that runs in pytest's own process, or as a rank, does not lead a session
             pausable=self.session.role is Role.CLAIM and os.getsid(0) == os.getpid(),
@@ -106,8 +106,12 @@ class ItemContext:
 
     def progress(self, phase: str, **figures: object) -> None:
         """Report a phase for the progress line; the deadline keeps running."""
-        self._phase = phase
-        self._send("working", phase=phase, **figures)
+        self.session.phase = phase
+        self._send("working", phase=phase, alone=self.session.alone, **figures)
+
+    def _note_alone(self, what: str) -> None:
+        self.session.alone = what
+        self.progress(self.session.phase)
 
     def step(self) -> None:
         """Start the deadline anew."""

@@ -17,7 +17,7 @@ from pytest_aiperf.claim.stopping_rule import PATIENT, QUICK, STANDARD, Stopping
 from pytest_aiperf.correctness.references import References
 from pytest_aiperf.errors import AiperfError, NeedsGpu, ToolMissing, UsageError
 from pytest_aiperf.machine import torchrun
-from pytest_aiperf.model import Against, Metric, Outcome, Result
+from pytest_aiperf.model import Against, Outcome, Result
 from pytest_aiperf.profilers import capture, target
 from pytest_aiperf.rules import validity
 from pytest_aiperf.sources import provenance, source_hash
@@ -215,7 +215,8 @@ def _run_in_ranks(
     # A check runs torch.compile'd arms uncompiled, so that no rank must load the compiler.
     environ = {"TORCH_COMPILE_DISABLE": "1"} if checks else {}
     lock = context.lock
-    lock_all = lock.exclusive_host if Metric.WALL in claim.metrics else lock.exclusive_gpu
+    uses_host = any(metric.depends_on_host for metric in claim.metrics)
+    lock_all = lock.exclusive_host if uses_host else lock.exclusive_gpu
     with (
         tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch,
         # This process holds the locks for all ranks. If each rank took locks itself, one could wait

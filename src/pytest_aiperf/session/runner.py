@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +36,7 @@ from pytest_aiperf.schema import from_json, to_json
 
 from . import SESSION
 from .config import Role
+from .context import ItemContext
 from .ladder import LadderRun, Reports, ladders
 from .modes import measure_together
 from .session import LOST, NOT_RUN, Session, on_cuda
@@ -355,7 +356,8 @@ class Runner:
             elif live is not None:
                 live.show({**message, "claim": claim})
                 self._show_wait(claim, message)
-                self._log(claim, str(message.get("phase", "")))
+                alone = str(message.get("alone", ""))
+                self._log(claim, str(message.get("phase", "")), alone)
 
         self._log(claim, "starting")
         ended = isolation.supervise(
@@ -376,9 +378,9 @@ class Runner:
             reports[:] = [r for r in reports if r.when == "setup"] + [lost]
         return measured, how
 
-    def _log(self, claim: str, phase: str) -> None:
+    def _log(self, claim: str, phase: str, alone: str = "") -> None:
         if self.phases is not None and phase:  # some messages have no phase
-            self.phases.append(claim, phase)
+            self.phases.append(claim, phase, alone)
 
     def _show_wait(self, claim: str, message: isolation.Message) -> None:
         """Print, once per claim, that it waits for another claim, if no live line shows it."""
@@ -410,7 +412,10 @@ class Runner:
                 channel.send("report", data=data)
 
         [only, *others] = items
-        with self._all_memory(gpus, channel) if session.needs_all_memory else nullcontext():
+        with ExitStack() as scope:
+            scope.enter_context(ItemContext(only, session).lock.use_host())
+            if session.needs_all_memory:
+                scope.enter_context(self._all_memory(gpus, channel))
             if others:
                 session.ladder = LadderRun()
                 session.ladder.run(items, measure_together, send)

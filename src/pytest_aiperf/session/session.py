@@ -72,6 +72,8 @@ class Session:
     """The identities of the optimized arms that are known, by ladder and position of the rung."""
     opened: Device | None = None  #: The device of this process, once it is opened.
     lock: GpuLock | None = None  #: The lock of this process, once it is needed.
+    phase: str = "starting"  #: What this process is doing; waits do not count as phases.
+    alone: str = ""  #: What this process has for itself: "GPU", "host" (with its GPUs), or "".
 
     current: ClassVar[Session | None] = None
     """The session of this process if it is the process of a claim, whose deadline is supervised."""
