@@ -428,6 +428,12 @@ class FakeDevice:
             self._wander += noise.drift * math.sqrt(1 - decay * decay) * self._random.gauss()
 
 
+class RepeatingDevice(FakeDevice):
+    """A fake device whose blocks repeat their values, as those of a GPU do."""
+
+    renews = False
+
+
 @dataclass(slots=True)
 class FakeBlock:
     """A block of calls; the effect of its addresses is the same in every run."""

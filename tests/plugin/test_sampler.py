@@ -39,6 +39,7 @@ from tests.fake_gpu import (
     FakeDevice,
     Fault,
     Noise,
+    RepeatingDevice,
     spend,
     synchronise,
 )
@@ -1304,7 +1305,7 @@ def verdicts(slower, comparisons=40):
     rule = replace(STANDARD, time_budget_s=60.0)  # what a busy host needs for it is no part of this
     found = []
     for seed in range(comparisons):
-        device = FakeDevice(seed=seed)
+        device = RepeatingDevice(seed=seed)
         floor = noise_floor(device, seed, rule, lambda *_a, **_k: None)
         bound = a_bound_claim(device, baseline=doubling(200), optimized=doubling(200 * slower))
         bound.random = random.Random(seed)
@@ -1321,12 +1322,6 @@ def test_identical_arms_get_no_verdict():
 def test_an_arm_slowed_by_two_percent_is_slower():
     # at least 36 of 40, because the default noise is that of the noisiest kernel
     assert verdicts(1.02).count(Verdict.SLOWER) >= 36
-
-
-class RepeatingDevice(FakeDevice):
-    """A fake device whose blocks repeat their values, as those of a GPU do."""
-
-    renews = False
 
 
 def test_blocks_of_a_gpu_go_round_the_sets_and_end_with_the_last():

@@ -23,7 +23,7 @@ from pytest_aiperf.claim.stopping_rule import StoppingRule
 from pytest_aiperf.cli import main
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.model import Interval, Mode, Verdict
-from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, Fault, Noise, spend
+from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, Fault, Noise, RepeatingDevice, spend
 
 ROOT = Path(__file__).parents[2]
 TINY = Scale(runs=2, aa=8, power=4, ladders=4, drift=1, repeat=3, cases=4)
@@ -78,7 +78,7 @@ class Cache:
 
 
 def workbench(noise=CALM, seed=1, **changes):
-    device = FakeDevice(FAKE_GPU, noise, seed=seed)
+    device = RepeatingDevice(FAKE_GPU, noise, seed=seed)
     spins, seeds = [], iter(range(100, 200))
 
     def timed_spin(seconds):
@@ -450,13 +450,13 @@ def test_a_slowdown_of_any_arm_of_a_ladder_is_detected_and_of_no_other(monkeypat
 
 
 def test_ladders_of_noisy_identical_arms_give_no_false_alarm():
-    """With a noise floor of 0, an interval that does not contain 1 is a false alarm."""
+    """With a noise floor of 0, an interval that misses 1 by 0.1 % is a false alarm."""
     bench = workbench(Noise(), seed=4, cached_noise_floor=0.0)
     figures = checks.aa_ladder(bench, dataclasses.replace(TINY, ladders=20))
     assert figures["comparisons"] == 80
     # up to 1.9 % of the intervals miss 1 (see StoppingRule): more than 5 of 80 hardly ever do, and
     # of these hardly ever more than one misses it twice (the time budget decides about the noise)
-    assert figures["without_1"] == figures["false_alarms"] <= 5
+    assert figures["false_alarms"] <= figures["without_1"] <= 5
     assert figures["confirmed"] <= 1
 
 
