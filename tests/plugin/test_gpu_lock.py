@@ -340,10 +340,37 @@ def test_a_claim_that_is_timed_does_not_pause_itself(claim, using_host):
     assert "T" not in using_host.states()
     waiting = claim("exclusive_host", B)
     assert waiting.waits
-    assert using_host.steps() == b"w", "the other one comes before it may go on"
+    os.write(using_host.commands, b"r")  # leaves its lock
     assert waiting.acquires
+    assert using_host.states() == "TTT"
     assert ended(waiting)
     assert os.read(using_host.events, 1) == b"-"
+
+
+def test_a_process_that_a_claim_has_started_pauses_neither_itself_nor_the_claim(tmp_path):
+    """As a profiled process does, which takes a lock of its own."""
+    events, write = os.pipe()
+    claim = os.fork()
+    if claim == 0:
+        os.setsid()
+        with GpuLock([A], tmp_path / "locks", pausable=True).use_host():
+            if os.fork() == 0:
+                os.setsid()
+                with GpuLock([], tmp_path / "locks").exclusive_host():
+                    os.write(write, b"+")
+                os._exit(0)
+            os.wait()
+            os.write(write, b"-")
+        os._exit(0)
+    try:
+        for expected in (b"+", b"-"):
+            assert select.select([events], [], [], 60)[0], "a process was stopped"
+            assert os.read(events, 1) == expected
+    finally:
+        os.kill(claim, signal.SIGKILL)
+        os.waitpid(claim, 0)
+        os.close(events)
+        os.close(write)
 
 
 def test_what_a_claim_has_for_itself_is_told(tmp_path):

@@ -69,7 +69,7 @@ class GpuLock:
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
         self._held = False
-        self._host: ExitStack | None = None  # the registration of use_host(), if there is one
+        self._uses_host = False  # whether use_host() has registered this process
         self._shared: ExitStack | None = None  # shared locks of the GPUs; suspend() releases them
         self._is_suspended = False
 
@@ -80,24 +80,13 @@ class GpuLock:
         Enter it in the process of a claim before anything else: its imports, builds and traces, for
         which it needs no lock, would take time from a claim that uses all cores.
         """
-        if not self._pausable:
+        with ExitStack() as scope:
+            if self._pausable:
+                with self._waiting() as wait:
+                    self._register(scope, _HOST, wait)
+            self._uses_host = self._pausable
             yield
-            return
-        self._join_host()
-        try:
-            yield
-        finally:
-            self._leave_host()
-
-    def _join_host(self) -> None:
-        self._host = ExitStack()
-        with self._waiting() as wait:
-            self._register(self._host, _HOST, wait)
-
-    def _leave_host(self) -> None:
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+            self._uses_host = False
 
     def shared(self) -> AbstractContextManager[None]:
         """Hold shared locks on the host and the GPUs, while a claim prepares."""
@@ -135,11 +124,9 @@ class GpuLock:
     def _lock_scope(self, *, exclusive_host: bool, exclusive_gpus: bool) -> Iterator[None]:
         if self._held:
             raise UsageError("this lock is held: leave its with block before you enter another")
-        self._held, uses_host = True, self._host is not None
+        self._held = True
         try:
             with ExitStack() as scope:
-                if exclusive_gpus:
-                    self._leave_host()  # a claim must not pause itself
                 with self._waiting() as wait:
                     if exclusive_gpus:
                         self._lock(scope, self._gpus, wait, exclusive=True)
@@ -147,7 +134,7 @@ class GpuLock:
                     else:
                         self._shared = scope.enter_context(ExitStack())
                         self._share(self._shared, self._gpus, wait)
-                        self._share(scope, [_HOST][uses_host:], wait)
+                        self._share(scope, [_HOST][self._uses_host :], wait)
                 if exclusive_gpus:
                     resources = map(_name, [*self._gpus, *[_HOST] * exclusive_host])
                     scope.enter_context(pausing.paused(self.folder, resources, self.is_idle))
@@ -159,8 +146,6 @@ class GpuLock:
                 yield
         finally:
             self._held, self._shared, self._is_suspended = False, None, False
-            if uses_host and self._host is None:
-                self._join_host()
 
     def _share(
         self, scope: ExitStack, resources: Sequence[str], wait: Callable[[str], None]

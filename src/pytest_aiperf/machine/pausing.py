@@ -86,9 +86,13 @@ def proceed(session: int) -> None:
 
 
 def _stop(folder: Path, resources: Iterable[str], stopped: set[int]) -> None:
-    """Stop all processes of the registered claims, and add them to ``stopped``."""
+    """Stop all processes of the registered claims, and add them to ``stopped``.
+
+    The session of this process, and those of the processes that have started it, are left out.
+    """
     wanted = set(resources)
     sessions = {session for session, used in registrations(folder).items() if used & wanted}
+    sessions -= _own_sessions()
     end = time.monotonic() + STOP_TIMEOUT_S
     # repeated, because a process may have started others before it stopped
     while running := [p.pid for p in _processes(sessions) if p.state not in "TtZX"]:
@@ -109,16 +113,31 @@ def _send(pids: Iterable[int], signum: signal.Signals) -> None:
             os.kill(pid, signum)
 
 
+def _own_sessions() -> set[int]:
+    """Return the sessions of this process and of those that have started it."""
+    found, pid = set[int](), os.getpid()
+    while pid and (process := _process(pid)):
+        found.add(process.session)
+        pid = process.parent
+    return found
+
+
+def _process(pid: int) -> _Process | None:
+    """Return a process, or None if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, parent, _group, session = stat.rpartition(") ")[2].split()[:4]
+    return _Process(pid, int(parent), int(session), state)
+
+
 def _processes(sessions: set[int]) -> list[_Process]:
     """Find the members of sessions, and all that these have started."""
     if not sessions:
         return []
-    found: dict[int, _Process] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process ended meanwhile
-            state, parent, _group, session = file.read_text().rpartition(") ")[2].split()[:4]
-            pid = int(file.parent.name)
-            found[pid] = _Process(pid, int(parent), int(session), state)
+    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    found = {pid: process for pid in pids if (process := _process(pid))}
 
     def belongs(process: _Process | None) -> bool:
         while process and process.session not in sessions:
