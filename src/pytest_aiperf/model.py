@@ -29,7 +29,7 @@ class Metric(StrEnum):
     SCORE = "score"
 
     @property
-    def depends_on_host(self) -> bool:
+    def needs_quiet_host(self) -> bool:
         """Whether other work on the CPU may change the figure; a score may contain wall time."""
         return self in (Metric.WALL, Metric.SCORE)
 

@@ -258,8 +258,8 @@ class Preparing:
 
 
 @pytest.fixture
-def preparing(tmp_path):
-    started = Preparing(tmp_path / "locks")
+def preparing(tmp_path, request):
+    started = Preparing(tmp_path / "locks", getattr(request, "param", None))
     yield started
     started.kill()
 
@@ -306,45 +306,38 @@ def test_a_suspended_claim_is_paused_for_the_host_only(claim, preparing):
     assert preparing.states() == "TTT"
 
 
-@pytest.fixture
-def using_host(tmp_path, request):
-    started = Preparing(tmp_path / "locks", request.param)
-    yield started
-    started.kill()
-
-
-@pytest.mark.parametrize("using_host", ["shared", "exclusive_gpu", "exclusive_host"], indirect=True)
-def test_a_claim_is_paused_for_the_host_between_its_locks(claim, using_host, tmp_path):
+@pytest.mark.parametrize("preparing", ["shared", "exclusive_gpu", "exclusive_host"], indirect=True)
+def test_a_claim_is_paused_for_the_host_between_its_locks(claim, preparing, tmp_path):
     def is_paused():
         other = claim("exclusive_host", B)
         assert other.enters
-        states = using_host.states()
+        states = preparing.states()
         assert ended(other)
-        assert using_host.runs_again()
+        assert preparing.runs_again()
         return states == "TTT"
 
     assert is_paused()
     gpu = claim("exclusive_gpu")
     assert gpu.enters
-    assert "T" not in using_host.states(), "without a lock it uses no GPU"
+    assert "T" not in preparing.states(), "without a lock it uses no GPU"
     assert ended(gpu)
-    assert [using_host.steps(), using_host.steps()] == [b"+", b"-"]
+    assert [preparing.steps(), preparing.steps()] == [b"+", b"-"]
     assert is_paused()
-    assert [using_host.steps() for _ in range(3)] == [b"+", b"+", b"-"]
+    assert [preparing.steps() for _ in range(3)] == [b"+", b"+", b"-"]
     assert not list((tmp_path / "locks").glob("*.preparing/*")), "no registration is left"
 
 
-@pytest.mark.parametrize("using_host", ["exclusive_host"], indirect=True)
-def test_a_claim_that_is_timed_does_not_pause_itself(claim, using_host):
-    assert using_host.steps() == b"+"
-    assert "T" not in using_host.states()
+@pytest.mark.parametrize("preparing", ["exclusive_host"], indirect=True)
+def test_a_claim_that_is_timed_does_not_pause_itself(claim, preparing):
+    assert preparing.steps() == b"+"
+    assert "T" not in preparing.states()
     waiting = claim("exclusive_host", B)
     assert waiting.waits
-    os.write(using_host.commands, b"r")  # leaves its lock
+    os.write(preparing.commands, b"r")  # leaves its lock
     assert waiting.acquires
-    assert using_host.states() == "TTT"
+    assert preparing.states() == "TTT"
     assert ended(waiting)
-    assert os.read(using_host.events, 1) == b"-"
+    assert os.read(preparing.events, 1) == b"-"
 
 
 def test_a_process_that_a_claim_has_started_pauses_neither_itself_nor_the_claim(tmp_path):
@@ -356,6 +349,7 @@ def test_a_process_that_a_claim_has_started_pauses_neither_itself_nor_the_claim(
         with GpuLock([A], tmp_path / "locks", pausable=True).use_host():
             if os.fork() == 0:
                 os.setsid()
+                arm_parent_death()
                 with GpuLock([], tmp_path / "locks").exclusive_host():
                     os.write(write, b"+")
                 os._exit(0)

@@ -1305,7 +1305,8 @@ def verdicts(slower, comparisons=40):
     rule = replace(STANDARD, time_budget_s=60.0)  # what a busy host needs for it is no part of this
     found = []
     for seed in range(comparisons):
-        device = RepeatingDevice(seed=seed)
+        kind = RepeatingDevice if seed % 4 else FakeDevice  # as on a GPU, and as on the host
+        device = kind(seed=seed)
         floor = noise_floor(device, seed, rule, lambda *_a, **_k: None)
         bound = a_bound_claim(device, baseline=doubling(200), optimized=doubling(200 * slower))
         bound.random = random.Random(seed)

@@ -148,7 +148,7 @@ class Inspection:
             self.arms.append(arms)
         self._reads_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in self._planned)
         self.uses_host = self._reads_host or any(
-            record.timing and record.timing.metric.depends_on_host
+            record.timing and record.timing.metric.needs_quiet_host
             for bound, record in claims
             if _has(bound.claim.evidence, *_PACED)
         )

@@ -420,7 +420,7 @@ def _inspect(trials: Sequence[_Trial], ladder: Ladder, judged: Timing, metric: M
         for trial, rung in zip(trials, ladder.rungs, strict=True)
     ]
     inspection = Inspection(timed, trials[0].context.step)
-    if inspection.uses_host and not metric.depends_on_host:
+    if inspection.uses_host and not metric.needs_quiet_host:
         return
     inspection.prepare()
     inspection.run()
@@ -429,7 +429,7 @@ def _inspect(trials: Sequence[_Trial], ladder: Ladder, judged: Timing, metric: M
 
 
 def _exclusive(lock: GpuLock, metric: Metric) -> AbstractContextManager[None]:
-    return lock.exclusive_host() if metric.depends_on_host else lock.exclusive_gpu()
+    return lock.exclusive_host() if metric.needs_quiet_host else lock.exclusive_gpu()
 
 
 def _explain(trials: Sequence[_Trial], lock: GpuLock) -> None:

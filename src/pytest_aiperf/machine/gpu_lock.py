@@ -84,9 +84,9 @@ class GpuLock:
             if self._pausable:
                 with self._waiting() as wait:
                     self._register(scope, _HOST, wait)
-            self._uses_host = self._pausable
+                self._uses_host = True
+                scope.callback(setattr, self, "_uses_host", False)
             yield
-            self._uses_host = False
 
     def shared(self) -> AbstractContextManager[None]:
         """Hold shared locks on the host and the GPUs, while a claim prepares."""
@@ -134,7 +134,8 @@ class GpuLock:
                     else:
                         self._shared = scope.enter_context(ExitStack())
                         self._share(self._shared, self._gpus, wait)
-                        self._share(scope, [_HOST][self._uses_host :], wait)
+                        if not self._uses_host:
+                            self._share(scope, [_HOST], wait)
                 if exclusive_gpus:
                     resources = map(_name, [*self._gpus, *[_HOST] * exclusive_host])
                     scope.enter_context(pausing.paused(self.folder, resources, self.is_idle))

@@ -215,8 +215,8 @@ def _run_in_ranks(
     # A check runs torch.compile'd arms uncompiled, so that no rank must load the compiler.
     environ = {"TORCH_COMPILE_DISABLE": "1"} if checks else {}
     lock = context.lock
-    uses_host = any(metric.depends_on_host for metric in claim.metrics)
-    lock_all = lock.exclusive_host if uses_host else lock.exclusive_gpu
+    needs_host = any(metric.needs_quiet_host for metric in claim.metrics)
+    lock_all = lock.exclusive_host if needs_host else lock.exclusive_gpu
     with (
         tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch,
         # This process holds the locks for all ranks. If each rank took locks itself, one could wait
