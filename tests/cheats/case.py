@@ -16,8 +16,8 @@ from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import ClaimNotMet
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Expectation, Outcome, Result
-from pytest_aiperf.session.cuda_machine import CudaMachine
-from tests.fake_gpu import FAKE_GPU, FakeDevice, FakeMachine, Fault, Noise
+from pytest_aiperf.session.context import ItemContext
+from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, Fault, Noise
 from tests.plugin.claims import a_claim
 
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)
@@ -27,6 +27,7 @@ RULE = StoppingRule(
     max_replicates=8,
     rounds_per_replicate=2,
     time_budget_s=1.0,
+    undecided_replicates=0,
 )
 BLANK = Result("cheats/x", "t::x", "X", Outcome.ERROR, "fake", "run", "2026-01-01", 11)
 
@@ -77,30 +78,32 @@ def _no_progress() -> Callable[..., None]:
 
 
 def measure_entry(
-    entry: Entry, clock: object = None, **fixtures: object
+    entry: Entry, item: ItemContext | None = None, **fixtures: object
 ) -> tuple[Result, Exception | None]:
-    """Measure and judge the claim of an entry as the compare fixture does."""
-    if clock is None:
-        fake = FakeDevice(FAKE_GPU, STEADY, entry.faults, seed=5)
-        clock = HostDevice() if entry.clock == "host" else fake
-    machine = FakeMachine() if entry.clock == "fake" else CudaMachine()
+    """Measure and judge the claim of an entry as the compare fixture does.
+
+    ``item`` is the context of a test on a real GPU. Its lock matters there: other work could delay
+    the check until an arm has written its late result.
+    """
     claim = a_claim(**entry.make(**fixtures))
-    # lock a real GPU: other work could delay the check until an arm has written its late result
-    on_gpu = entry.clock == "gpu"
-    lock = GpuLock([clock.gpu.uuid]) if on_gpu else GpuLock([], Path(_folder().name))
-    with lock.exclusive_gpu():
-        ceilings = machine.ceilings(clock, _no_progress())
     context = ClaimContext(
         record=BLANK,
-        device=clock,
-        lock=lock,
+        device=FakeDevice(FAKE_GPU, STEADY, entry.faults, seed=5),
+        lock=GpuLock([], Path(_folder().name)),
         rule=RULE,
         progress=_no_progress(),
         noise_floor=0.002,
-        ceilings=ceilings,
         expectation=Expectation(),
         code="c0de",
     )
+    if item is not None:
+        context = replace(context, device=item.device, lock=item.lock)
+        session = item.session
+        return session.figures.measure_ladder([(claim, context)], item.gpus, session.machine)[0]
+    if entry.clock == "host":
+        context = replace(context, device=HostDevice())
+    else:
+        context = replace(context, ceilings=CEILINGS)
     return measure_claim(claim, context)
 
 
@@ -109,11 +112,11 @@ HOST_TRIES = 5
 may vary too much to decide a claim."""
 
 
-def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> None:
+def assert_caught(entry: Entry, item: ItemContext | None = None, **fixtures: object) -> None:
     """Assert that a guard refuses the entry with its message."""
     for _ in range(HOST_TRIES if entry.clock == "host" else entry.tries):
         try:
-            result, problem = measure_entry(entry, clock, **fixtures)
+            result, problem = measure_entry(entry, item, **fixtures)
         except RuntimeError as crash:  # a CUDA error also refuses the arm
             result, problem = replace(BLANK, message=str(crash)), crash
         if problem is not None and not isinstance(problem, ClaimNotMet):
@@ -137,9 +140,9 @@ def assert_marked(entry: Entry) -> None:
     assert named, summary
 
 
-def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> Result:
+def assert_honest(entry: Entry, item: ItemContext | None = None, **fixtures: object) -> Result:
     """Assert that no guard refuses the entry. On a real device, the arm need not be faster."""
-    result, problem = measure_entry(entry, clock, **fixtures)
+    result, problem = measure_entry(entry, item, **fixtures)
     summary = f"{entry.name}: {result.outcome} {result.message}"
     if entry.clock == "fake":
         assert result.outcome is Outcome.PASSED, summary

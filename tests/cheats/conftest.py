@@ -22,6 +22,7 @@ import torch
 
 import pytest_aiperf.correctness.accuracy
 import pytest_aiperf.device.device
+from pytest_aiperf.plugin import CONTEXT
 from tests.plugin.conftest import fake_gpu_on_path, project  # noqa: F401  fixtures
 
 PATCHED = (  # attributes that dishonest arms replace
@@ -108,6 +109,13 @@ def restored(monkeypatch):
     torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(environ)
+
+
+@pytest.fixture
+def item(request, gpu):
+    """Return the context of a test on a GPU: it has the lock of the session."""
+    assert gpu
+    return request.node.stash[CONTEXT]
 
 
 def pytest_terminal_summary(terminalreporter):

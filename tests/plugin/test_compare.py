@@ -11,7 +11,15 @@ from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.errors import ClaimNotMet, InvalidMeasurement, UsageError, WrongResult
-from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Result, Verdict
+from pytest_aiperf.model import (
+    Expectation,
+    Interval,
+    Outcome,
+    Recorded,
+    Require,
+    Result,
+    Verdict,
+)
 from tests.fake_gpu import FAKE_GPU, FakeDevice, Fault, Noise
 from tests.plugin.claims import a_claim, doubling
 
@@ -64,6 +72,16 @@ def a_context(**changes):
 @pytest.fixture(autouse=True)
 def not_interpreted(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
+
+
+@pytest.mark.parametrize(("required", "more"), [(1.8, 0), (2.0, STANDARD.undecided_replicates)])
+def test_a_requirement_that_the_interval_reaches_takes_more_replicates(required, more):
+    claim = a_claim(baseline=doubling(200), optimized=doubling(100))
+    require = Require(speedup=required, share=0.5)  # the share is not known while it is timed
+    context = a_context(expectation=Expectation(require=require))
+    result, _ = measure_claim(claim, context)
+    assert result.speedup.value == pytest.approx(2, rel=0.005)
+    assert len(result.timing.replicates) == STANDARD.min_replicates + more
 
 
 def test_seconds_of_a_record_leave_out_the_wait_for_locks():

@@ -25,7 +25,7 @@ from pytest_aiperf.claim.ladder import Ladder
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure_metric
 from pytest_aiperf.claim.search import Search
-from pytest_aiperf.claim.stopping_rule import PATIENT, STANDARD, StoppingRule
+from pytest_aiperf.claim.stopping_rule import PATIENT, QUICK, STANDARD, StoppingRule
 from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.machine.distributed import RankGroup
@@ -693,6 +693,51 @@ def test_a_library_arm_of_uneven_speed_takes_more_replicates():
     assert half_width(speedup(timing)) <= STANDARD.target_half_width
     count = STANDARD.min_replicates + STANDARD.extra_replicates
     assert (timing.stopped, len(timing.replicates)) == ("seconds", count)
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_undecided", "asked", "stopped", "count"),
+    [
+        (STANDARD, False, 1, "width", 6),
+        (STANDARD, True, 1, "replicates", 6 + 16),
+        (replace(STANDARD, undecided_s=0.0), True, 1, "seconds", 6 + 1),
+        (QUICK, True, 0, "width", 5),
+    ],
+)
+def test_an_undecided_measurement_takes_more_replicates_once(
+    rule, is_undecided, asked, stopped, count
+):
+    timings = []
+
+    def decide(timing):
+        timings.append(timing)
+        return is_undecided
+
+    bound = a_bound_claim()
+    bound.check_agreement()
+    measurement = replicates.Measurement(Ladder([bound]), Metric.DEVICE, rule, decide)
+    while measurement.timing is None:
+        measurement.prepare()
+        measurement.measure()
+    measurement.finish()
+    timing = measurement.timing
+    assert (timing.stopped, len(timing.replicates), len(timings)) == (stopped, count, asked)
+    note = "undecided after 6 replicates, so more followed"
+    assert (note in timing.notes) == (is_undecided and asked > 0)
+
+
+def test_a_claim_at_its_requirement_is_rarely_met_by_chance():
+    rng, runs, look, more = np.random.default_rng(1), 100_000, 8, STANDARD.undecided_replicates
+    drawn = rng.normal(0, 1, (runs, look + more))  # log-ratios to what is required
+
+    def interval(n):
+        mean, error = drawn[:, :n].mean(1), drawn[:, :n].std(1, ddof=1) / n**0.5
+        half = t_quantile(0.995, n - 1) * error
+        return mean - half, mean + half
+
+    (low, high), (later, _) = interval(look), interval(look + more)
+    met = (low > 0) | ((high > 0) & (later > 0))
+    assert 0.006 < met.mean() < 0.01  # 0.005 with one look
 
 
 # buffers that are built before the exclusive lock

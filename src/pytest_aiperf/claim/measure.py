@@ -334,7 +334,7 @@ def _time(trials: Sequence[_Trial], *, is_last: bool) -> None:
     failure: str | None = None
     inspect = partial(_inspect, trials, ladder) if is_last else None
     try:
-        timings, notes, unchecked = _measure(ladder, context, inspect)
+        timings, notes, unchecked = _measure(trials, ladder, inspect)
     except Exception as why:  # noqa: BLE001  the claim's test raises it
         if len(trials) == 1 or trials[0].inspected is not None:  # a tracer would slow calls down
             for trial in trials:
@@ -349,25 +349,46 @@ def _time(trials: Sequence[_Trial], *, is_last: bool) -> None:
             trial.note(f"timed by itself, because the ladder could not be timed: {failure}")
             _time([trial], is_last=is_last and trial is trials[-1])
         return
-    is_time = timings[0].metric in (Metric.DEVICE, Metric.WALL)
     for trial, rung in zip(trials, ladder.rungs, strict=True):
         judged, *also = (ladder.timing_of(rung, timing) for timing in timings)
         trial.error = rung.error
         trial.record = replace(
-            trial.record,
-            timing=judged,
+            _timed(trial, judged),
             also=tuple(also),
-            floor=trial.context.noise_floor if is_time else 0.0,
-            speedup=speedup(judged),
-            library=speedup(judged, of="library") if "library" in rung.arms else None,
-            first=speedup(judged, of="first") if "first" in rung.arms else None,
             notes=(*trial.record.notes, *notes, *(f"not checked: {u}" for u in unchecked)),
             unchecked=(*trial.record.unchecked, *unchecked),
         )
 
 
+def _timed(trial: _Trial, judged: Timing) -> Result:
+    """Return a claim's record with the timing of its judged metric and the ratios."""
+    is_time = judged.metric in (Metric.DEVICE, Metric.WALL)
+    return replace(
+        trial.record,
+        timing=judged,
+        floor=trial.context.noise_floor if is_time else 0.0,
+        speedup=speedup(judged),
+        library=speedup(judged, of="library") if "library" in judged.calls else None,
+        first=speedup(judged, of="first") if "first" in judged.calls else None,
+    )
+
+
+def _is_undecided(trials: Sequence[_Trial], ladder: Ladder, judged: Timing) -> bool:
+    """Whether a timing leaves it open that a requirement of one of the claims is met."""
+    for trial, rung in zip(trials, ladder.rungs, strict=True):
+        expectation = trial.context.expectation
+        require = replace(expectation.require, share=None)  # the limits are not known yet
+        record = _timed(trial, ladder.timing_of(rung, judged))
+        judgement = _judgement(record, replace(expectation, require=require))
+        if judgement.is_undecided and rung.error is None:
+            return True
+    return False
+
+
 def _measure(
-    ladder: Ladder, context: ClaimContext, inspect: Callable[[Timing, Metric], object] | None
+    trials: Sequence[_Trial],
+    ladder: Ladder,
+    inspect: Callable[[Timing, Metric], object] | None,
 ) -> tuple[list[Timing], list[str], list[str]]:
     """Time every metric and verify the timed outputs.
 
@@ -377,10 +398,12 @@ def _measure(
     timings: list[Timing] = []
     notes: list[str] = []
     unchecked: list[str] = []
-    metrics = ladder.bound.claim.metrics
+    metrics, context = ladder.bound.claim.metrics, trials[0].context
+    is_undecided = partial(_is_undecided, trials, ladder)
     for metric in metrics:
         # only the first metric is judged, so a quick measurement suffices for the others
-        measurement = Measurement(ladder, metric, QUICK if timings else context.rule)
+        rule = QUICK if timings else context.rule
+        measurement = Measurement(ladder, metric, rule, is_undecided)
         try:
             while measurement.timing is None:
                 context.share(measurement.prepare)
@@ -467,21 +490,10 @@ def _explain_one(trial: _Trial) -> None:
 def _judge(record: Result, context: ClaimContext) -> Result:
     """Judge the speedup and the evidence."""
     assert record.speedup is not None
-    judgement = verdict.judge(
-        record.speedup,
-        record.floor,
-        context.expectation,
-        library=record.library,
-        share=roofline.min_share(record),
-        # deterministic algorithms are other kernels than those of the recorded run
-        compare_recorded=not (
-            verdict.depends_on_host(record) or "reproducible" in record.conditions
-        ),
-        quick=record.quick,
-    )
+    judgement = _judgement(record, context.expectation)
     broken = evidence.broken(record.evidence)
     reasons = [broken, judgement.why]
-    if judgement.why.startswith(verdict.UNDECIDED) and evidence.depends_on_load(record.evidence):
+    if judgement.is_undecided and evidence.depends_on_load(record.evidence):
         reasons.reverse()  # a busy host may be the cause of both: the message begins "undecided"
     return replace(
         record,
@@ -489,6 +501,23 @@ def _judge(record: Result, context: ClaimContext) -> Result:
         verdict=verdict.verdict(record.speedup, record.floor),
         outcome=Outcome.PASSED if judgement.holds and not broken else Outcome.FAILED,
         message="; ".join(filter(None, (*reasons, *judgement.notes))),
+    )
+
+
+def _judgement(record: Result, expectation: Expectation) -> verdict.Judgement:
+    """Judge the figures of a timed claim."""
+    assert record.speedup is not None
+    return verdict.judge(
+        record.speedup,
+        record.floor,
+        expectation,
+        library=record.library,
+        share=roofline.min_share(record),
+        # deterministic algorithms are other kernels than those of the recorded run
+        compare_recorded=not (
+            verdict.depends_on_host(record) or "reproducible" in record.conditions
+        ),
+        quick=record.quick,
     )
 
 

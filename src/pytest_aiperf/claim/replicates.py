@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from pytest_aiperf.model import Metric, Replicate, Timing
@@ -17,14 +18,26 @@ class Measurement:
     """The measurement of one metric.
 
     Call :meth:`prepare`, then :meth:`measure` under the exclusive lock; repeat both until there is
-    a ``timing``. Then call :meth:`finish`.
+    a ``timing``. Then call :meth:`finish`. ``is_undecided`` returns whether a timing leaves it open
+    that a requirement is met: then more replicates follow.
     """
 
-    def __init__(self, ladder: Ladder, metric: Metric, rule: StoppingRule) -> None:
+    def __init__(
+        self,
+        ladder: Ladder,
+        metric: Metric,
+        rule: StoppingRule,
+        is_undecided: Callable[[Timing], bool] = lambda _: False,
+    ) -> None:
         self.ladder = ladder
         self.bound = ladder.bound
-        budget_s = rule.time_budget_s * len(ladder.rungs)
-        self.rule = replace(rule, time_budget_s=budget_s)
+        rungs = len(ladder.rungs)
+        self.rule = replace(
+            rule,
+            time_budget_s=rungs * rule.time_budget_s,
+            undecided_s=rungs * rule.undecided_s,
+        )
+        self._is_undecided = is_undecided
         if metric is Metric.MEMORY:
             self.rule = replace(self.rule, min_replicates=3)
         is_score = metric in (Metric.SCORE, Metric.MEMORY)
@@ -34,6 +47,8 @@ class Measurement:
         self._replicates: list[Replicate] = []
         self._seeds: list[int] = []
         self._measured_s = 0.0  # seconds spent in earlier calls of measure()
+        self._ends_s: float | None = None  # when the replicates of an undecided measurement end
+        self._notes: tuple[str, ...] = ()
 
     def prepare(self) -> None:
         """Build the buffers of the next replicates."""
@@ -61,11 +76,16 @@ class Measurement:
             replicates.append(self.sampler.replicate(seed))
             timing = self.sampler.timing(tuple(replicates))
             of_speedup, of_library = self._half_widths(timing)
-            elapsed_s = self._measured_s + time.monotonic() - started - self.sampler.drawing_s
             most = self.bound.device.ranks.max  # all ranks must stop at the same replicate
-            stopped = self._stop(most(of_speedup), most(of_library), most(elapsed_s))
+            spent_s = time.monotonic() - started - self.sampler.drawing_s
+            elapsed_s = most(self._measured_s + spent_s)
+            stopped = self._stop(most(of_speedup), most(of_library), elapsed_s)
+            more = self.rule.undecided_replicates if stopped else 0
+            if more and most(float(self._is_undecided(timing))):
+                stopped = ""
+                self._continue(more, elapsed_s)
         self.sampler.check_plausibility(timing)
-        self.timing = replace(timing, stopped=stopped)
+        self.timing = replace(timing, stopped=stopped, notes=(*timing.notes, *self._notes))
 
     def finish(self) -> None:
         """Run the sampler's checks that need no blocks."""
@@ -95,13 +115,28 @@ class Measurement:
         )
         return half_width, max(map(stats.half_width, beside), default=0.0)
 
+    def _continue(self, more: int, elapsed_s: float) -> None:
+        """Let more replicates follow, once."""
+        count = len(self._replicates)
+        self._notes = (f"undecided after {count} replicates, so more followed",)
+        self._ends_s = elapsed_s + self.rule.undecided_s
+        self.rule = replace(
+            self.rule,
+            min_replicates=count + more,
+            max_replicates=count + more,
+            undecided_replicates=0,
+        )
+
     def _stop(self, of_speedup: float, of_library: float, elapsed_s: float) -> str:
         """Return the reason to stop, or an empty string to continue.
 
         ``of_speedup`` and ``of_library`` are half-widths.
         """
         rule, replicates = self.rule, len(self._replicates)
-        if replicates >= rule.min_replicates:
+        if self._ends_s is not None:
+            if elapsed_s >= self._ends_s:
+                return "seconds"
+        elif replicates >= rule.min_replicates:
             is_wide = max(of_speedup, of_library) > WIDE
             if of_speedup <= rule.target_half_width and not is_wide:
                 return "width"

@@ -40,6 +40,11 @@ class Judgement:
     why: str  #: Why the claim fails; if it holds, its verdict and ratio.
     notes: tuple[str, ...] = ()  #: Remarks that do not affect whether the claim holds.
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether only noise keeps the claim from being met."""
+        return self.why.startswith(UNDECIDED)
+
 
 def depends_on_host(result: Result) -> bool:
     """Whether the figure depends on the host so much that two hosts' figures are not comparable."""

@@ -168,7 +168,8 @@ class Runner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        _import_ahead(session.items)
+        traces = any(on_cuda(self.session.gpus_for(item)) for item in session.items)
+        _import_ahead(session.items, traces=traces)
         if self.session.live is not None and session.items:  # none on an xdist controller
             self.session.live.begin(len(session.items))
         # pdb needs each test in this process, and a profiler runs one arm at a time
@@ -584,12 +585,14 @@ class Runner:
             terminal.write(terminalreporter, steps)
 
 
-def _import_ahead(items: Sequence[pytest.Item]) -> None:
+def _import_ahead(items: Sequence[pytest.Item], *, traces: bool) -> None:
     """Import modules before the forks, so that no claim's process needs time to import them."""
     import_module(".fixtures", __package__)
     stats.t_quantile(0.995, 7)  # imports scipy
-    if any("torch.compile(" in file.read_text() for file in {item.path for item in items}):
-        import_module("torch._dynamo")  # it would take seconds in each claim that compiles
+    # torch's profiler imports it, too: each claim on a GPU would need up to four seconds for it
+    compiles = any("torch.compile(" in file.read_text() for file in {item.path for item in items})
+    if compiles or (traces and "torch" in sys.modules):
+        import_module("torch._inductor")
 
 
 def _report(config: pytest.Config, data: dict[str, Any]) -> pytest.TestReport:
