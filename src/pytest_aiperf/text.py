@@ -64,6 +64,12 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def no_attribute(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    """Return the error for a name that a module does not have, which suggests the nearest one."""
+    public = [each for each in names if not each.startswith("_")]
+    return AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, public)}")
+
+
 def percent(share: float, digits: int = 0) -> str:
     """Format a fraction as a percentage: 0.25 becomes "25 %"."""
     return f"{100 * share:.{digits}f} %"

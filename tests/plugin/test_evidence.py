@@ -63,6 +63,8 @@ FIGURES = {
         "conflicts": 3,
         "peak memory": 50,
         "page faults": 7,
+        "idle": 0.374826,
+        "sectors": 2_500_000,
     },
 }
 SM100 = "void copy<4>(float*) (k.cu, sm_100a)"
@@ -138,6 +140,14 @@ def test_evidence_holds(piece):
         (
             evidence.counter("dram__bytes.sum", min=2, max=3, per="work"),
             f"{ARM} has 1.25 dram__bytes.sum per byte of work; the claim states at least 2",
+        ),
+        (
+            evidence.counter("idle", max=0.25),
+            f"{ARM} has 0.3748 idle; the claim states at most 0.25",
+        ),
+        (
+            evidence.counter("sectors", max=2_000_000),
+            f"{ARM} has 2,500,000 sectors; the claim states at most 2,000,000",
         ),
     ],
 )

@@ -278,7 +278,7 @@ TRAPS = {
         "did you mean require?",
     ),
     "unknown top": ("schema: 1\nclaims: {}\nextra: 1\n", 1, "unknown extra"),
-    "no schema": ("claims: {}\n", 1, "schema is missing"),
+    "no schema": ("claims: {}\n", 1, "schema is missing; begin the file with `schema: 1`"),
     "no claims": ("# x\nschema: 1\n", 2, "claims is missing"),
     "schema 0": ("schema: 0\nclaims: {}\n", 1, "must be 1"),
     "schema text": ('schema: "1"\nclaims: {}\n', 1, "int is needed, not '1'"),

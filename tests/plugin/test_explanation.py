@@ -145,7 +145,7 @@ def test_peak_memory_is_that_of_each_arm():
     assert problem is None
     assert held.evidence[0].value == 0.5
     _, problem = explained(**arms, evidence=[evidence.peak_memory(max=99_000)])
-    assert "has 100000 bytes of peak memory; the claim states at most 99000" in str(problem)
+    assert "has 100,000 bytes of peak memory; the claim states at most 99,000" in str(problem)
 
 
 def test_an_error_while_inspecting_an_arm_becomes_a_note():

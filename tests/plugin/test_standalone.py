@@ -317,6 +317,19 @@ def test_everything_exported_exists():
     assert np.isfinite(float(pytest_aiperf.__version__.split(".")[0]))
 
 
+@pytest.mark.parametrize(
+    ("module", "wrong", "right"),
+    [
+        (pytest_aiperf, "mesure", "measure"),
+        (pytest_aiperf.evidence, "page_fault", "page_faults"),
+        (pytest_aiperf.scores, "percentil", "percentile"),
+    ],
+)
+def test_a_misspelled_name_is_answered_with_the_right_one(module, wrong, right):
+    with pytest.raises(AttributeError, match=rf"no attribute '{wrong}'; did you mean {right}\?$"):
+        getattr(module, wrong)
+
+
 def test_the_package_has_a_version_without_an_installation(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)

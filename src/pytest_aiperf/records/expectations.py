@@ -156,13 +156,16 @@ class _File:
 
 
 def _claims(document: Document) -> dict[str, ClaimEntry]:
-    schema = document.value.get("schema") if isinstance(document.value, dict) else None
+    content = document.value
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if isinstance(content, dict) and "schema" not in content:
+        document.refuse(f"{ROOT}: schema is missing; begin the file with `schema: {SCHEMA}`")
     # checked first, since the fields of another version may cause misleading errors
     if isinstance(schema, int) and schema != SCHEMA:
         newer = f"written by a newer pytest-aiperf (schema {schema}); upgrade pytest-aiperf"
         document.refuse(f"{ROOT}.schema: {newer if schema > SCHEMA else f'must be {SCHEMA}'}")
     try:
-        claims = from_json(_File, document.value, ROOT).claims
+        claims = from_json(_File, content, ROOT).claims
         return {claim: _claim_entry(claim, entries) for claim, entries in claims.items()}
     except ValueError as error:
         document.refuse(str(error))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, get_args
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import (
@@ -15,6 +15,7 @@ from pytest_aiperf.model import (
     Trace,
     Work,
 )
+from pytest_aiperf.text import no_attribute
 
 Bound = float | None
 Per = Literal["", "baseline", "work"]
@@ -434,15 +435,26 @@ def within(piece: Evidence, value: float) -> bool:
 
 
 def _sentence(finding: Finding) -> str:
-    piece = finding.evidence
+    piece, value = finding.evidence, finding.value
+    assert value is not None
     noun = _KINDS[piece.kind].noun.format(of=piece.of or "all work")
-    figure = f"{finding.value:g} {noun}"
+    figure = f"{_number(value)} {noun}"
     bounds = (("at least", piece.min), ("at most", piece.max))
-    stated = " and ".join(f"{side} {bound:g}" for side, bound in bounds if bound is not None)
+    stated = " and ".join(f"{side} {_number(bound)}" for side, bound in bounds if bound is not None)
     if piece.per == "work":
         figure += " per byte of work"
     elif piece.per == "baseline" and finding.where.startswith(NO_BASELINE):
         stated += " times the baseline's"
     elif piece.per == "baseline":
-        figure = f"{finding.value:.4g} times the baseline's {noun}"
+        figure = f"{_number(value)} times the baseline's {noun}"
     return f"{finding.where} has {figure}; the claim states {stated}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_attribute("pytest_aiperf.evidence", name, globals())

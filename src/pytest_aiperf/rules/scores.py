@@ -12,9 +12,11 @@ failed out of ``sent`` and ``tokens``, and count it with ``math.inf`` in a crite
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, NoReturn
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Score
+from pytest_aiperf.text import no_attribute
 
 Numbers = Iterable[float]
 Criterion = tuple[Iterable[float | None], float]
@@ -237,3 +239,9 @@ def _met(criteria: Sequence[Criterion]) -> list[bool]:
         counts = " and ".join(map(str, sorted(lengths)))
         raise UsageError(f"each criterion has one figure per request, not {counts}")
     return [all(row) for row in zip(*columns, strict=True)]
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_attribute("pytest_aiperf.scores", name, globals())
