@@ -17,6 +17,7 @@ LINK = re.compile(r"\[((?:ch\d\d|labs)/\w+)\]\(\.\./course/(\w+)\.md\)(?:,? (\d[
 TOLERANCE = 0.15
 """Relative difference between a quoted and a recorded speedup: sessions differ by some percent, and
 the guides round."""
+HOST_TOLERANCE = 0.35  #: The same for wall time, which depends on the speed of the host.
 
 
 def messages() -> set[str]:
@@ -71,15 +72,16 @@ def test_a_message_that_the_code_lacks_is_found():
     assert not_printed(changed) == changed
 
 
-def recorded() -> dict[str, list[float]]:
-    """Return the recorded speedups of each claim, without parameters."""
-    speedups: dict[str, list[float]] = {}
+def recorded() -> dict[str, list[tuple[float, float]]]:
+    """Return the recorded speedups of each claim, without parameters, and their tolerances."""
+    speedups: dict[str, list[tuple[float, float]]] = {}
     for name in ("h200", "2xh200"):
         content = json.loads((ROOT / f"results/{name}.json").read_text(encoding="utf-8"))
         for record in (benchmark["aiperf"] for benchmark in content["benchmarks"]):
             claim = record["claim"].partition("[")[0]
             ratios = (record["speedup"], record["library"])
-            speedups.setdefault(claim, []).extend(r["value"] for r in ratios if r)
+            tolerance = HOST_TOLERANCE if record["timing"]["metric"] == "wall" else TOLERANCE
+            speedups.setdefault(claim, []).extend((r["value"], tolerance) for r in ratios if r)
     return speedups
 
 
@@ -97,7 +99,8 @@ def test_linked_claims_exist_with_these_figures(guide):
         assert claim in claims
         assert page == claim.partition("/")[0]
         if figure:
-            assert any(abs(float(figure) / s - 1) < TOLERANCE for s in speedups[claim]), claim
+            near = (abs(float(figure) / s - 1) < within for s, within in speedups[claim])
+            assert any(near), claim
 
 
 def test_the_roofline_table_is_that_of_the_recorded_ceilings():
