@@ -48,9 +48,11 @@ def test_the_memory_ceiling_lies_between_read_and_copy(written, ceiling, rate):
     assert limit.limit == pytest.approx(rate)
 
 
-def test_the_l2_limits_warm_inputs():
-    limit = limit_of(1e-6, Work(read=1.75e6, written=1.75e6), "warm", CEILINGS)
-    assert (limit.ceiling, limit.share) == ("l2", pytest.approx(0.5))
+@pytest.mark.parametrize(("l2_bytes", "ceiling"), [(0, "l2"), (3_500_000, "l2"), (1 << 21, "copy")])
+def test_the_l2_limits_warm_inputs_that_it_holds(l2_bytes, ceiling):
+    limit = limit_of(1e-6, Work(read=1.75e6, written=1.75e6), "warm", CEILINGS, l2_bytes)
+    assert limit.ceiling == ceiling
+    assert limit.share == pytest.approx(3.5e12 / CEILINGS[ceiling])
 
 
 def test_the_dtype_limits_a_matrix_product_and_memory_a_thin_one():

@@ -234,7 +234,7 @@ def explain(
         arm: limit
         for arm, call_s in seconds.items()
         if work and timing and device.gpu
-        if (limit := roofline.limit_of(call_s, work, timing.cache, ceilings))
+        if (limit := roofline.limit_of(call_s, work, timing.cache, ceilings, device.gpu.l2_bytes))
     }
     further = _further_figures(bound, lock)
     figures = {a: {**inspected[a].figures, **further[a].figures} for a in claim.arms}

@@ -191,8 +191,10 @@ def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str)
         seconds = profile.figures.get("duration", 0.0)
         if ncu.CUT in profile.notes:
             continue
-        limits = ceilings.cached(reply.gpu) if reply.gpu and reply.work and seconds else {}
-        limit = roofline.limit_of(seconds, reply.work, cache, limits) if reply.work else None
+        limit = None
+        if reply.gpu and reply.work and seconds:
+            limits, l2_bytes = ceilings.cached(reply.gpu), reply.gpu.l2_bytes
+            limit = roofline.limit_of(seconds, reply.work, cache, limits, l2_bytes)
         hint = "--profile=ncu shows what limits the kernels"
         if text := roofline.diagnose_profile(profile, limit, hint):
             diagnosis[arm] = text

@@ -84,10 +84,17 @@ Where datasheets differ, the larger figure is taken.
 """
 
 
-def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, float]) -> Limit | None:
-    """Return the limit at which this work takes the longest; None if no limit applies."""
+def limit_of(
+    seconds: float, work: Work, cache: str, ceilings: Mapping[str, float], l2_bytes: int = 0
+) -> Limit | None:
+    """Return the limit at which this work takes the longest; None if no limit applies.
+
+    The bytes of a warm call come from the L2 cache, of ``l2_bytes``, unless they are more than it
+    holds; 0 means that its size is not known.
+    """
     amounts = {}  # by limit: (bytes or operations of one call, the limit's rate)
-    if work.bytes > 0 and (memory := _memory(work, cache, ceilings)):
+    in_l2 = cache == "warm" and not 0 < l2_bytes < work.bytes
+    if work.bytes > 0 and (memory := _memory(work, ceilings, in_l2=in_l2)):
         amounts[memory[0]] = (work.bytes, memory[1])
     if work.flops > 0 and work.dtype and work.dtype in ceilings:
         amounts[work.dtype] = (work.flops, ceilings[work.dtype])
@@ -99,13 +106,13 @@ def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, floa
     return Limit(name, rate, limit, unit_of(name), rate / limit)
 
 
-def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str, float] | None:
+def _memory(work: Work, ceilings: Mapping[str, float], *, in_l2: bool) -> tuple[str, float] | None:
     """Return the limit of a call's memory traffic and its rate in bytes per second.
 
     Every switch between reading and writing costs time on the memory bus, and a copy switches most
     often. The time per byte is interpolated between that of pure reads (or writes) and of a copy.
     """
-    if cache == "warm":
+    if in_l2:
         return ("l2", ceilings["l2"]) if "l2" in ceilings else None
     written = work.written / work.bytes
     mixed = 2 * min(max(written, 0.0), max(1 - written, 0.0))
@@ -122,10 +129,10 @@ def impossible_time(record: Result) -> str | None:
     timing, work = record.timing, record.work
     if timing is None or timing.metric is not Metric.DEVICE or work is None:
         return None
-    peaks = DATASHEET.get(record.key, {})
+    peaks, l2_bytes = DATASHEET.get(record.key, {}), record.gpu.l2_bytes if record.gpu else 0
     for arm in timing.calls:
         seconds = stats.mean_call_s(timing.replicates, arm)
-        on_datasheet = limit_of(seconds, work, timing.cache, peaks)
+        on_datasheet = limit_of(seconds, work, timing.cache, peaks, l2_bytes)
         for limit, source in ((on_datasheet, "datasheet"), (record.limits.get(arm), "measured")):
             if limit is None or (timing.cache == "warm" and limit.ceiling in MEMORY):
                 continue  # warm data may stay in registers or shared memory: no such limit applies
