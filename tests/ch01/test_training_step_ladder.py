@@ -6,7 +6,7 @@ judged against the fastest arm before it, in wall time for four steps. The libra
 rung is torch.compile with mode="reduce-overhead": it captures graphs as well, of the forward and of
 the backward pass, and fuses their elementwise operations, but it launches the optimizer from the
 CPU. On an H200 its GPU work is a quarter shorter than that of "captured" (4.6 ms instead of 6.2),
-but with the launches between its graphs it takes 10.0 ms, and "captured" 6.7.
+but with the launches between its graphs it takes 9 to 10 ms, and "captured" 6.3 to 6.7.
 
 "no_sync" keeps loss and gradient norm on the GPU. `.item()` makes the CPU wait until the GPU has
 computed the value. Meanwhile nothing is launched, so the GPU then waits for the CPU: here before
@@ -14,7 +14,7 @@ the backward pass and before the optimizer, whose many short kernels cannot hide
 "pinned" copies batches from pinned memory. A copy from pageable memory waits for all earlier work,
 goes through the driver's staging buffer, and returns when it is done. "bf16" multiplies on tensor
 cores (a context manager; the parameters stay in fp32). On an H200 the GPU's work takes 60 % less
-time, but the step 21 % more (14 to 27 %): autocast adds a fifth more launches, for casts, and
+time, but the step about 20 % more (9 to 33 %): autocast adds a fifth more launches, for casts, and
 launches set the pace until they are gone. So this rung is permitted to be slower. "fused" updates
 all parameters with one kernel instead of eight per tensor. It keeps bf16, whose casts it has to
 make up for, as it is judged against "pinned", which takes 16 % more time on an H200 and 6 % more on
@@ -25,9 +25,10 @@ for the CPU any more.
 
 Two figures show how well the GPU is used. The share of the bf16 limit is the model FLOPs
 utilization (MFU): 6 operations per weight and row, over the time and the rate of the tensor cores,
-for all rungs, so that their figures compare. The busy share, often called goodput, is the part of
-the time in which the GPU runs anything. They are not the same: fp32 products keep the GPU busy at a
-low MFU, and "captured" keeps it busy at an MFU of 11 %, with many short kernels.
+for all rungs, so that their figures compare. The busy share, which nvidia-smi calls GPU
+utilization, is the part of the time in which the GPU runs anything. They are not the same: fp32
+products keep the GPU busy at a low MFU, and "captured" keeps it busy at an MFU of 12 %, with many
+short kernels.
 
 The model is small on purpose, 13 million weights in 24 tensors and 2,048 rows per step, because
 launches are the subject: with "captured", the GPU needs less than a third of the time that the CPU

@@ -11,21 +11,21 @@ buffers, and gathers a chunk while the one before is copied. The kernel must bea
 an H200 and an H100 the chunks took longer than the plain baseline, since the GPU waited for the CPU
 between their copies.
 
-On an H200, gathering takes a third of the baseline's time and copying two: about 330 µs for 8.4 MB,
-26 GB/s, about half of what pinned memory has elsewhere (test_pinned_h2d.py). The reason was not
-examined; the CPU has just written the buffer, so part of it is still in the CPU's caches. At 55
-GB/s the baseline would take about 330 µs, and the gain would be 1.6x. On the host of an H100 it is
-the other way round: the copy takes 200 µs, 42 GB/s, a third of the baseline's time.
+On an H200, copying takes about two thirds of the baseline's time: 300 to 340 µs for 8.4 MB, 25 to
+28 GB/s, half of what pinned memory has elsewhere (test_pinned_h2d.py). The reason was not examined;
+the CPU has just written the buffer, so part of it is still in the CPU's caches. At 55 GB/s the copy
+would take 150 µs, and the gain would be about half as large. On the host of an H100 it is the other
+way round: the copy takes 200 µs, 42 GB/s, a third of the baseline's time.
 
 The claim is judged on wall time until the rows are in the GPU's memory. Both arms have the row
 numbers where they need them. The gain depends on how fast the CPU gathers, which differs between
 hosts and from one call to the next: hence the wide interval. Copying the whole table, 268 MB at 55
-GB/s, would take 4.9 ms, 24 times as long as the kernel arm. The limit is PCIe's bandwidth for reads
-of 128 bytes: of the 205 µs of a call, the kernel takes 166, and the rest is the launch and the wait
-for its end. Rows must be that long: a request for 4 bytes fetches a sector of 32, and pays for the
-same packet headers as one for 128. Each row should be read once, because mapped memory is not
-cached for later kernels; whoever needs most of the table copies it instead, which a copy engine
-does at full speed.
+GB/s, would take 4.9 ms, 20 to 25 times as long as the kernel arm. The limit is PCIe's bandwidth for
+reads of 128 bytes: of the 190 to 220 µs of a call, the kernel takes 166, and the rest is the launch
+and the wait for its end. Rows must be that long: a request for 4 bytes fetches a sector of 32, and
+pays for the same packet headers as one for 128. Each row should be read once, because mapped memory
+is not cached for later kernels; whoever needs most of the table copies it instead, which a copy
+engine does at full speed.
 """
 
 from functools import partial

@@ -3,8 +3,9 @@
 By default a BLAS library starts one thread per core. Four worker processes (a data loader's, a
 server's) then run four threads per core. BLAS splits a product among its threads, and the product
 ends when the last thread does. If one of them has no core, the others wait for it, and in the
-middle of a product they spin on the cores that it needs. The optimized arm divides the cores among
-the workers, less one core for the process that hands out the work, so that every thread has its own
+middle of a product they spin on the cores that it needs. That is one cause; the other is that a
+small product does not pay for a thread per core. The optimized arm divides the cores among the
+workers, less one core for the process that hands out the work, so that every thread has its own
 core (a logical CPU: two of them may share the units of a physical core). A worker gets at least one
 thread.
 

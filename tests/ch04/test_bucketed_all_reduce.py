@@ -15,10 +15,10 @@ one kernel. Both rungs beat it, because Python still makes its 250 calls one by 
 H200s and 1.1 on two H100s; why was not examined.
 
 The limit is the link: each rank sends 2 (ranks - 1) / ranks times the bytes of the bucket. The gain
-ends where the bytes of one tensor take longer than the fixed cost: a call takes 42 µs on two H200s
-and 49 on two H100s, so by estimate from about ten megabytes on. There a bucket only delays the
-reduction, which cannot begin before the bucket's last gradient is ready; ch04/ddp_backward_overlap
-has several buckets for that reason.
+ends where the bytes of one tensor take longer than the fixed cost: a call takes 33 to 45 µs on two
+H200s and 49 on two H100s, so by estimate from about ten megabytes on. There a bucket only delays
+the reduction, which cannot begin before the bucket's last gradient is ready;
+ch04/ddp_backward_overlap has several buckets for that reason.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Symmetric-memory all-reduce beats NCCL: two-shot at 2 and 32 MiB, one-shot where the host binds.
+"""Two-shot all-reduce beats NCCL, which beats one-shot; where the host binds, one-shot beats NCCL.
 
 In a tensor-parallel layer whose weight is split along its inner dimension (row-parallel), each rank
 computes a partial sum of the whole output, and an all-reduce adds them up. Symmetric memory is
@@ -14,23 +14,24 @@ same GEMM, which is part of all times and brings the ratios closer to 1, and wei
 L2 cache; read from memory, they would add the same time to all. NCCL's GEMM writes to ordinary
 memory, which NCCL reduces in place.
 
-At 2 and 32 MiB device time is judged, as in a CUDA graph, and the evidence is the name of the
-kernel that reduces. On two H200s, the kernel of two-shot takes 14 µs for 2 MiB, and NCCL's 26; for
-32 MiB they take 111 and 133. That is at most 302 GB/s in each direction. The limit is the link,
-since on two ranks each sends as many bytes as the tensor has, whichever algorithm runs. At 32 MiB,
-one-shot's kernel takes 191 µs on H200s and is the naive choice, since two-shot is the best there;
-so NCCL is the optimized arm of this case. Possible reasons, not tested apart: like two-shot it has
-at most 24 blocks, but half as many threads in each, and it only reads over the link, where two-shot
-reads half of the bytes and writes half. One-shot was not measured at 2 MiB.
+At 2 and 32 MiB device time is judged, as in a CUDA graph. The evidence is the name of the kernel
+that reduces: it shows which one ran, not why it is faster. On two H200s, the kernel of two-shot
+takes 14 µs for 2 MiB, and NCCL's 26; for 32 MiB they take 111 and 133. That is at most 302 GB/s in
+each direction. The limit is the link, since on two ranks each sends as many bytes as the tensor
+has, whichever algorithm runs. At 32 MiB, one-shot's kernel takes 191 µs on H200s and is the naive
+choice, since two-shot is the best there; so NCCL is the optimized arm of this case. Possible
+reasons, not tested apart: like two-shot it has at most 24 blocks, but half as many threads in each,
+and it only reads over the link, where two-shot reads half of the bytes and writes half. One-shot
+was not measured at 2 MiB.
 
-At 64 KiB the host is the limit, and wall time without a graph is judged: on two H200s a call takes
-105 µs with NCCL and 51 with one-shot, and in an earlier run it took 73 and 35. In a CUDA graph,
-which takes the host out of the loop, it takes 15 and 14 µs. For a call, NCCL and PyTorch's process
-group make 14 calls of CUDA; one-shot makes two, one for the GEMM and one for the sum. How much of
-the gain these calls are, and how much the Python code of `dist.all_reduce` and the process group's
-own work, was not measured apart. A CUDA graph leaves no sure winner: in an earlier run on two
-H100s, NCCL was a little faster in it. Nor is the gain left where the GPU needs longer than the
-host. The device time is recorded beside.
+At 64 KiB the host is the limit, and wall time without a graph is judged: in three runs on two H200s
+a call took 73, 81 and 105 µs with NCCL, and 35, 45 and 51 with one-shot, depending on how fast the
+host launches. In a CUDA graph, which takes the host out of the loop, it takes 15 and 14 µs. For a
+call, NCCL and PyTorch's process group make 14 calls of CUDA; one-shot makes two, one for the GEMM
+and one for the sum. How much of the gain these calls are, and how much the Python code of
+`dist.all_reduce` and the process group's own work, was not measured apart. A CUDA graph leaves no
+sure winner: in an earlier run on two H100s, NCCL was a little faster in it. Nor is the gain left
+where the GPU needs longer than the host. The device time is recorded beside.
 
 NCCL 2.27 and later has such kernels, too, for buffers that are registered with it as symmetric
 windows; they are not measured here. Kernels that reduce in the NVLink switch (multimem, NVLS) need

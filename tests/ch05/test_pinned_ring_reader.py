@@ -10,15 +10,16 @@ pinned memory, which the GPU reads directly: one copy less. "one_reader" reads a
 time through a ring of small pinned buffers, which may stay in the CPU's cache: a thread reads into
 one while another is being sent. An event per block keeps a read from overwriting a block before its
 transfer is complete. "ring" is the same with four threads, and 20 MiB of buffers instead of 8.
-Reading is a memory copy by the CPU, a tenth as fast as PCIe: one reader reaches 5.5 GB/s on an
+Reading is a memory copy by the CPU, a tenth as fast as PCIe: one reader reaches 5 to 6 GB/s on an
 H200. So the threads gain most, 2.5x, and the ring with one reader 1.3x. How much of the 1.3x is
 overlap, and how much comes from the CPU's cache, was not measured; the evidence counts the copies.
 
-The limit is PCIe, at 55 GB/s. Four readers reach 13 GB/s on an H200. PCIe works for only 2.1 of the
-7.5 ms of a call, because the CPU's copies take most of the time. The page cache is warm for all
-arms, since the file was just written; with a cold cache the disk decides. Small files gain nothing:
-there is nothing to overlap. An expert calls kvikio (cuFile), whose threads read through pinned
-buffers as well, or past the CPU's memory where GPUDirect Storage is installed; it was not compared.
+The limit is PCIe, at 55 GB/s. Four readers reach 13 to 16 GB/s on an H200. PCIe works for only 2.0
+to 2.3 of the 6 to 7.5 ms of a call, because the CPU's copies take most of the time. The page cache
+is warm for all arms, since the file was just written; with a cold cache the disk decides. Small
+files gain nothing: there is nothing to overlap. An expert calls kvikio (cuFile), whose threads read
+through pinned buffers as well, or past the CPU's memory where GPUDirect Storage is installed; it
+was not compared.
 """
 
 import os

@@ -9,14 +9,14 @@ pinned memory, which a program should do where its data can be there. It takes a
 than the prefetch.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
-not part of it. On an H200, data arrives at 7 GB/s on demand, at 43 with the prefetch and at 50 from
-pinned memory. The driver on the CPU sets the pace on demand, so it differs between hosts. Faults
-are fine where a kernel touches few of the pages, and nobody knows in advance which ones. For data
-beyond the GPU's memory, pages must also move back, which is slower still. Where the hardware keeps
-the memory of CPU and GPU coherent (GH200, GB200), a kernel can read host memory without a fault.
-The GPU's page faults are not counted here. The evidence is their effect: the clocks in which the
-SMs hold warps. On demand they hold them until the last page has come, and after a prefetch only for
-as long as the kernel takes to read device memory.
+not part of it. On an H200, data arrives at 6 to 10 GB/s on demand, at 43 with the prefetch and at
+50 from pinned memory. The driver on the CPU sets the pace on demand, so it differs between hosts.
+Faults are fine where a kernel touches few of the pages, and nobody knows in advance which ones. For
+data beyond the GPU's memory, pages must also move back, which is slower still. Where the hardware
+keeps the memory of CPU and GPU coherent (GH200, GB200), a kernel can read host memory without a
+fault. The GPU's page faults are not counted here. The evidence is their effect: the clocks in which
+the SMs hold warps. On demand they hold them until the last page has come, and after a prefetch only
+for as long as the kernel takes to read device memory.
 """
 
 import time

@@ -8,7 +8,7 @@ less on an H100: see test_vector_add_wide.py.
 
 Each rung changes only the launch and the index of an element, and is measured against the one
 before. The first two are naive: nobody would run them, but they show what a block and a grid are
-for. The limit is memory bandwidth, which takes longer vectors and wider accesses
+for. The limit is memory bandwidth, which takes longer vectors and more loads in flight per thread
 (test_vector_add_wide.py). These vectors are short, so that the single thread finishes.
 """
 

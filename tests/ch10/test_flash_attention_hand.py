@@ -9,9 +9,9 @@ than the products. Its tiles have 128 keys instead of 64, which mma.sync has no 
 at a barrier. "pingpong" lets them take turns: one issues products, the other computes its softmax
 meanwhile. "overlapped" computes the softmax of the next tile while the weights of this tile are
 still multiplied with its values. The last two rungs are the schedule of FlashAttention 3 (arXiv
-2407.08608). Without a causal mask, the last rung is as fast as cuDNN, the library arm: 1.001x on an
-H200 and 0.989x on an H100; all earlier rungs are slower than cuDNN. With a mask, the last rung is
-1.13x to 1.14x as fast, and "specialised" is already ahead (by 1 to 3 %).
+2407.08608). Without a causal mask, the last rung is at most 1 % slower than cuDNN, the library arm
+(0.99x to 1.00x on H200s, 0.989x on an H100), and earlier rungs are slower still. With a mask, the
+last rung is 1.13x to 1.15x as fast, and "specialised" is already ahead (by 1 to 3 %).
 
 Each rung is compared with the one before, with and without a causal mask; cuDNN is PyTorch's
 default on Hopper. With the mask, tiles above the diagonal are left out and blocks with the most

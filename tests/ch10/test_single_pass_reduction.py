@@ -14,7 +14,7 @@ slower, 5.4 µs instead of 5.2. In the trace on an H200, the kernel of the singl
 and the other two 2.8 and 1.3 (on an H100 5.1, 3.2 and 1.6): the fence, the ticket and the last
 block's sum cost more than the second kernel, and save only the gap between the two, which is short
 in a graph. Where there is no graph, a single pass saves a launch by the host. Wall time, which
-contains it, is reported as well: about 9 µs instead of 13 on an H200, and 12 instead of 16 on an
+contains it, is reported as well: about 8 µs instead of 11 on an H200, and 12 instead of 16 on an
 H100. The library arm, CUB's DeviceReduce::Sum, also launches a second kernel, and takes 1.21 times
 as long as the single pass on an H200 and 1.16 times on an H100.
 """

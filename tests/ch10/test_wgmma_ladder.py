@@ -15,10 +15,11 @@ tensor cores' rate. What is left is most likely the epilogue, in which threads s
 the consumers go on with the next tile. Only this rung is faster than cuBLAS, the library arm, by
 1.1 to 1.7 %.
 
-"tma" gains 1.59x on an H200 and 1.33x on an H100, and "wide" 1.16x and 1.37x. With tiles of 128 x
-128, the blocks load 17 GB, at 10.2 TB/s on an H200 and 8.5 on an H100. The kernel that measures the
-L2 rate reaches 9.4 and 8.1 there, so the L2 cache is most likely what limits "tma"; no counter has
-confirmed it. "wide" loads a quarter less; the counter shows a third fewer sectors.
+"tma" gains 1.6x to 1.7x on H200s and 1.33x on an H100, and "wide" 1.14x to 1.16x and 1.37x. With
+tiles of 128 x 128, the blocks load 17 GB, at 10.2 TB/s on an H200 and 8.5 on an H100. The kernel
+that measures the L2 rate reaches 9.4 and 8.1 there, which suggests that the L2 cache limits "tma".
+But the ping-pong kernel loads 12.5 on an H200, so this is open; no counter has confirmed it. "wide"
+loads a quarter less; the counter shows a third fewer sectors.
 
 Each rung is compared with the one before, on the same operands (b transposed, as in a linear
 layer). Clusters with multicast are in test_cluster_tma_multicast.py; for a small k see

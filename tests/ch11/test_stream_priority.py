@@ -14,7 +14,7 @@ more than half of it, and with priority less than a fifth. What priority cannot 
 mechanism: it does not shorten the wait for a persistent kernel, whose blocks run from the start to
 the end of the kernel, and it does not reserve anything. What it costs the background job is judged
 as well: the wall time of a call, which ends when the job and all requests have ended, may be a
-tenth longer. In the records it is 2 to 3 % shorter, because the host, which waits for each request,
+tenth longer. In the records it is 2 to 4 % shorter, because the host, which waits for each request,
 launches the next background kernel sooner. For kernels that are already short, or where the GPU has
 free slots, priority changes little.
 """

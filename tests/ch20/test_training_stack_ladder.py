@@ -19,12 +19,11 @@ bits are the next step (ch19/fp8_training_block).
 The graph is therefore a claim of its own, in wall time, for a model with 23 million weights, whose
 step launches 215 short kernels and copies: on an H100 they keep the GPU busy for 1.5 ms of a step
 of 6.7 ms, and the graph takes 1.6 ms. The gain depends on how quickly the host launches: it is 4.2x
-(3.5 to 5.0), and in two runs on H200s 3.5x (3.3 to 3.8) and 4.9x (4.5 to 5.2). The library arm is
-the same compiled step with the graphs that torch.compile captures by itself
-(mode="reduce-overhead"): one per pass, while autograd and the optimizer still run in Python. On an
-H100 it takes 1.7 times as long as the graph of the whole step (1.5 to 2.0), and in the two runs on
-H200s 1.5 times (1.4 to 1.6) and 2.0 times (1.9 to 2.1). ch13/graph_captured_training_step captures
-a step that is not compiled, and ch12/graph_replay teaches launch overhead by itself.
+there (3.5 to 5.0), and 3.5x to 6.0x on H200s. The library arm is the same compiled step with the
+graphs that torch.compile captures by itself (mode="reduce-overhead"): one per pass, while autograd
+and the optimizer still run in Python. On an H100 it takes 1.7 times as long as the graph of the
+whole step (1.5 to 2.0), and 1.5 to 2.2 times on H200s. ch13/graph_captured_training_step captures a
+step that is not compiled, and ch12/graph_replay teaches launch overhead by itself.
 """
 
 import pytest

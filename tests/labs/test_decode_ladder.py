@@ -36,11 +36,10 @@ so attention takes as long as before, and so does starting and draining the kern
 weight takes instructions to unpack. In the compiled loops, "int4" has more of them than an SM can
 issue in the time in which its bytes arrive; "int8" has fewer. This explains only a part: what else
 the packed products wait for was not measured. The price of "int4" is an error of an eighth of a
-typical new key or value. All rungs together gain 4.5x on an H200 (4.2x to 4.7x) and 3.1x on an
-H100, where 8x was the aim. The time of the eager step depends on the host: in an earlier run on an
-H200 the gain was 3.6x (2.8x to 4.7x). On the H100 the limit is 6.4x, because the eager step reads
-3.2 times the bytes of "int4" at half of the read rate. Batches share one read of the weights and
-turn the matrix-vector products into GEMMs.
+typical new key or value. All rungs together gain 3.6x to 4.6x on H200s and 3.1x on an H100, where
+8x was the aim: the time of the eager step depends on the host. On the H100 the limit is 6.4x,
+because the eager step reads 3.2 times the bytes of "int4" at half of the read rate. Batches share
+one read of the weights and turn the matrix-vector products into GEMMs.
 """
 
 from functools import partial
