@@ -296,7 +296,10 @@ def read_history(path: Path) -> list[Night]:
             nights.append(from_json(Night, loads(line, f"{path.name}:{number}")))
         except (json.JSONDecodeError, RecursionError):
             if number < len(lines):
-                raise UsageError(f"{path}:{number} is incomplete; remove that line") from None
+                raise UsageError(
+                    f"{path}:{number} is not a line of a history: name a .jsonl file of `gate`, or "
+                    "remove the line"
+                ) from None
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from error
     return nights

@@ -94,9 +94,7 @@ def __getattr__(name: str) -> Any:
     # A name's submodule is imported on first use: every pytest run loads this package for its
     # plugin, and few runs have claims.
     if name not in __all__:
-        from .text import no_attribute
-
-        raise no_attribute(__name__, name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         try:
             return metadata.version("pytest-aiperf")

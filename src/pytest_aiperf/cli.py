@@ -656,7 +656,7 @@ def complete(given: argparse.Namespace) -> int:
             text.append(f"{result.outcome}: {claim}: {result.message.partition(chr(10))[0]}")
     count = Counter(str(r.outcome if r else Outcome.NOT_RUN) for r in outcomes.values())
     counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
-    _print([*text, f"{len(outcomes)} claims: {counts or 'none'}"])
+    _print([*text, f"{len(outcomes)} claim{'s' * (len(outcomes) != 1)}: {counts or 'none'}"])
     return FAILED if text else DONE
 
 

@@ -517,11 +517,11 @@ def pytest_runtest_makereport(
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if built := len(terminalreporter.stats.get("built", ())):
-        which, they = ("1 claim", "it") if built == 1 else (f"{built} claims", "they")
+        which = "1 claim" if built == 1 else f"{built} claims"
         gpu = "--gpu" if "--gpu" in config.stash.get(SHORT_NAMES, set()) else "--aiperf-gpu"
         terminalreporter.write_line(
             f"aiperf: the kernels of {which} were compiled, but not run: `pytest {gpu}` runs them "
-            f"and compares what {they} compute{'s' * (built == 1)}"
+            "and compares what they compute"
         )
 
 

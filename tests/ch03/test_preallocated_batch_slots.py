@@ -8,9 +8,10 @@ one array that stays, and still copies it to pinned memory: two writes, into pag
 "slots" allocates two pinned buffers once and stacks into them directly: one write. Both are
 compared with the usual loop, so that their difference is the price of the second write. On an H200,
 the fresh pages cost most: "reused" takes a third of the usual loop's time, and "slots" another 10 %
-less, there and on an H100. The intervals of both rungs overlap, so that part is not judged. An
-event per slot records when its previous batch has arrived on the GPU. PyTorch reuses pinned blocks
-as well, so the baseline does not pin pages anew for each batch; that would be slower still.
+less, there and on an H100. The intervals of the two rungs overlap, so the difference between them
+is not judged. An event per slot records when its previous batch has arrived on the GPU. PyTorch
+reuses pinned blocks as well, so the baseline does not pin pages anew for each batch; that would be
+slower still.
 
 The claim is judged on wall time for four batches of 64 images, their copies to the GPU included.
 The limit is one copy by the CPU. The gain is smaller for batches below 32 MiB (malloc's largest

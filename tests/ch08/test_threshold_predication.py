@@ -1,17 +1,17 @@
 """Compacting the few elements above a threshold beats a costly branch; a select equals a cheap one.
 
-A warp executes a branch when any of its 32 lanes takes it, with the other lanes masked off. With
-7 % of random elements above the threshold, 9 of 10 warps execute the function with two or three
+A warp executes a branch when any of its 32 lanes takes it, with the other lanes masked off. With 7
+% of random elements above the threshold, 9 of 10 warps execute the function with two or three
 active lanes. "compacted" collects these elements of a tile in a shared-memory queue (stream
 compaction): a tenth as many warps compute the function, and the rest of the kernel is a copy; it
-reaches 91 % of the copy rate on an H200, where what takes the rest was not examined, and 98 % on an
-H100. A cheaper function is better still: on an H200, a plain branch around one Halley step, which
-computes the same, takes 133 µs, and "compacted" 137. That branch is the library arm of "compacted",
-which loses to it there and is 1 % faster on an H100, and the costly baseline is declared naive.
-"select" lets all lanes compute the function and keeps the result only where it is needed
-(predication). That removes the divergence, but it saves only the warps' branch instructions: nearly
-all warps computed the function before. It gains 2 % on an H200 and nothing on an H100, so this rung
-claims parity.
+reaches 98 % of the copy rate on an H100 and 91 % on an H200; why it reaches less there was not
+examined. A cheaper function is better still: on an H200, a plain branch around one Halley step,
+which computes the same, takes 133 µs, and "compacted" 137. That branch is the library arm of
+"compacted", which loses to it there and is 1 % faster on an H100, and the costly baseline is
+declared naive. "select" lets all lanes compute the function and keeps the result only where it is
+needed (predication). That removes the divergence, but it saves only the warps' branch instructions:
+nearly all warps computed the function before. It gains 2 % on an H200 and nothing on an H100, so
+this rung claims parity.
 
 All kernels load 8 elements per thread. "compacted" is for a costly function that has no cheap form.
 Here Lambert's W by bisection stands for one: its 24 steps are there to be expensive. Its speedup

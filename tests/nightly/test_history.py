@@ -141,7 +141,7 @@ def test_a_torn_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "h200.jsonl"
     history.append(path, night(copy=1.5))
     path.write_text('{"started": \n' + path.read_text())
-    with pytest.raises(UsageError, match=r"h200\.jsonl:1 is incomplete"):
+    with pytest.raises(UsageError, match=r"h200\.jsonl:1 is not a line of a history"):
         history.read_history(path)
 
 

@@ -569,3 +569,41 @@ def test_host(compare):
     done = project.run("--gpu")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines(["ERROR: --gpu measures GPU claims, and all selected *"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            "x + 1",
+            "an arm returns exactly one Score(value, unit, better) beside its results, not 0",
+        ),
+        ("(x + 1, Score(2.0, 'ms', 'less'))", "Score(better='less'): use 'higher' or 'lower'"),
+    ],
+)
+def test_a_claim_without_a_valid_score_fails_its_check(project, returned, message):
+    project.tests(f"""
+from pytest_aiperf import Score
+
+def test_it(compare):
+    arm = lambda x: {returned}
+    words = usual | {{"baseline": arm, "optimized": lambda x: arm(x)}}
+    compare(**words | {{"metric": "score", "reference": lambda x: x + 1}})
+""")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(f"*{message}*")
+
+
+def test_evidence_of_a_gpu_is_refused_for_a_claim_on_the_host(project):
+    project.tests("""
+import pytest
+from pytest_aiperf import evidence
+
+@pytest.mark.host
+def test_it(compare):
+    compare(**usual | {"metric": "wall", "evidence": evidence.launches(max=1)})
+""")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines("*evidence.launches() is about a GPU*use one of page_faults, *")

@@ -291,6 +291,16 @@ TRAPS = {
     "claim number": ("schema: 1\nclaims:\n  12: {}\n", 3, "quote it"),
     "complex key": ("schema: 1\nclaims:\n  ? [a]\n  : {}\n", 3, "a name"),
     "gpu": ("schema: 1\nclaims:\n  a/b:\n    H 200: {}\n", 4, "is not a GPU such as h200"),
+    "bound on a GPU": (
+        "schema: 1\nclaims:\n  a/b:\n    h200: {speedup: 1}\n",
+        4,
+        "to require figures on h200, write require: {h200: {...}}",
+    ),
+    "sm_90": (
+        "schema: 1\nclaims:\n  a/b:\n    require: {sm_90: {speedup: 1}}\n",
+        4,
+        "'sm_90' is not a GPU such as h100 or sm90",
+    ),
     "requires": ("schema: 1\nclaims:\n  a/b:\n    requires: {speedup: 1}\n", 4, "did you mean"),
     "byte order mark": ("\ufeffschema: 1\nclaims: {}\n", 1, "is not allowed"),
     "block text": ("schema: 1\nclaims:\n  a/b: |\n    x\n", 3, "block text"),

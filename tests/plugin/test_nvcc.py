@@ -467,7 +467,9 @@ def test_nvcc_finds_builds_and_records_a_source(source, cache, fake_nvcc, tmp_pa
 
 
 def test_nvcc_lists_the_folders_it_searched(tmp_path):
-    with pytest.raises(UsageError, match=rf"there is no ch99/x.cu in {tmp_path}/a, {tmp_path}/b"):
+    with pytest.raises(
+        UsageError, match=rf"no ch99/x.cu in these folders: {tmp_path}/a, {tmp_path}/b"
+    ):
         Nvcc([tmp_path / "a", tmp_path / "b"], ["sm90"])("ch99/x.cu")
 
 

@@ -320,7 +320,6 @@ def test_everything_exported_exists():
 @pytest.mark.parametrize(
     ("module", "wrong", "right"),
     [
-        (pytest_aiperf, "mesure", "measure"),
         (pytest_aiperf.evidence, "page_fault", "page_faults"),
         (pytest_aiperf.scores, "percentil", "percentile"),
     ],

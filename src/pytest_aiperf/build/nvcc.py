@@ -390,8 +390,13 @@ class Nvcc:
             names = {str(f.relative_to(root)) for root in self.roots for f in root.rglob("*.cu")}
             near = " or ".join(get_close_matches(name, sorted(names)))
             raise UsageError(
-                f"there is no {name} in {roots or 'any folder: no kernel folder is configured'}"
-                f"{near and f'; did you mean {near}?'}"
+                f"there is no {name} in "
+                + (f"these folders: {roots}" if roots else "any folder: none is configured")
+                + (
+                    f"; did you mean {near}?"
+                    if near
+                    else "; the ini option aiperf_kernels lists them"
+                )
             )
         requests = [BuildRequest(source, arch, flags) for arch in self.archs]
         builds = []

@@ -20,6 +20,7 @@ from pytest_aiperf.model import (
     Prepared,
     Work,
 )
+from pytest_aiperf.rules.evidence import ON_HOST
 
 Arm = Callable[..., object] | Prepared
 MEANINGS: Final = {
@@ -53,10 +54,17 @@ class Claim:
     evidence: tuple[Evidence, ...] = ()  #: Figures that prove the optimized arm's mechanism.
 
 
-def refuse_gpu_time(claim: Claim) -> None:
-    """Raise UsageError if a claim that runs on the host names time on the GPU as a metric."""
+def refuse_gpu_figures(claim: Claim) -> None:
+    """Raise UsageError if a claim that runs on the host names a figure of a GPU."""
     if Metric.DEVICE in claim.metrics:
         raise UsageError('a claim on the host has no time on the GPU: write metric="wall"')
+    for piece in claim.evidence:
+        if piece.kind not in ON_HOST:
+            kinds = ", ".join(kind.name.lower() for kind in ON_HOST)
+            raise UsageError(
+                f"evidence.{piece.kind.name.lower()}() is about a GPU, and this claim runs on the "
+                f"host: use one of {kinds}"
+            )
 
 
 def claim_of(

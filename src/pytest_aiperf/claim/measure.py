@@ -31,12 +31,13 @@ from pytest_aiperf.rules import evidence, roofline, validity, verdict
 from pytest_aiperf.rules.stats import speedup
 
 from . import explanation
-from .bound_claim import BoundClaim
+from .bound_claim import BoundClaim, bind
 from .buffers import PREBUILT_SHARE, input_sets
 from .claim import Claim, Progress
 from .explanation import Inspected, Inspection
 from .ladder import Ladder, identity
 from .replicates import Measurement, measure_metric
+from .scores import score_of
 from .stopping_rule import QUICK, STANDARD, StoppingRule
 from .torch_compile import uncompiled
 
@@ -120,6 +121,9 @@ def check_claim(
             bound = BoundClaim(claim, device, 1, full=False)
             bound.compute_work()
             agreement = bound.check_agreement()
+            for name in claim.arms if Metric.SCORE in claim.metrics else ():
+                inputs = bound.make_inputs(bound.seed)
+                score_of(bind(bound.prepare(name, inputs), inputs.args)())
             explanation.check(claim, builds, bound, archs)
     passed = Outcome.PASSED
     return replace(record, against=claim.against, outcome=passed, agreement=agreement, notes=notes)

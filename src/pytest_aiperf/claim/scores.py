@@ -103,7 +103,7 @@ class ScoreSampler:
             raise UsageError(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
         first = self.score = self.score or score
         kind = score.unit, score.better
-        if score.better not in ("higher", "lower") or kind != (first.unit, first.better):
+        if kind != (first.unit, first.better):
             raise UsageError(
                 f"{name} gives {score.unit!r} ({score.better} is better) after a score in "
                 f"{first.unit!r} ({first.better} is better): all calls need one unit and "
@@ -117,14 +117,7 @@ class ScoreSampler:
             peak, returned = self.bound.device.peak_bytes(*calls)
             return Score(value=float(max(1, peak)), unit="B", better="lower"), returned
         returned = calls[-1]()
-        values = returned if isinstance(returned, tuple) else (returned,)
-        scores = [value for value in values if isinstance(value, Score)]
-        if len(scores) != 1:
-            raise UsageError(
-                'metric="score": an arm returns exactly one Score(value, unit, better) beside its '
-                f"results, not {len(scores)}"
-            )
-        return scores[0], returned
+        return score_of(returned), returned
 
     def timing(self, replicates: tuple[Replicate, ...]) -> Timing:
         assert self.score is not None
@@ -138,3 +131,17 @@ class ScoreSampler:
             unit=self.score.unit,
             better=self.score.better,
         )
+
+
+def score_of(returned: object) -> Score:
+    """Return the score among what an arm has returned."""
+    values = returned if isinstance(returned, tuple) else (returned,)
+    scores = [value for value in values if isinstance(value, Score)]
+    if len(scores) != 1:
+        raise UsageError(
+            'metric="score": an arm returns exactly one Score(value, unit, better) beside its '
+            f"results, not {len(scores)}"
+        )
+    if scores[0].better not in ("higher", "lower"):
+        raise UsageError(f"Score(better={scores[0].better!r}): use 'higher' or 'lower'")
+    return scores[0]

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from datetime import date
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
 from functools import partial
@@ -47,6 +47,7 @@ CLAIMS: Final = f"{ROOT}.claims"
 Section = TypeVar("Section", Require, Recorded)
 _json = partial(json.dumps, ensure_ascii=False)
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
+_REQUIRED = {field.name for field in fields(Require)}
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 # names that every YAML version reads as text even without quotes
 _UNQUOTED = re.compile(r"cpu|([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII)
@@ -182,6 +183,11 @@ def _claim_entry(claim: str, entries: Mapping[str, Any]) -> ClaimEntry:
             require, require_on = _require(entry, f"{where}.{key}")
         elif difflib.get_close_matches(key, ["require"]):
             raise ValueError(f"{where}.{key}: unknown {key}; did you mean require?")
+        elif isinstance(entry, dict) and entry and entry.keys() <= _REQUIRED:
+            raise ValueError(
+                f"{where}.{key}: --update-expectations writes what was recorded; to require "
+                f"figures on {key}, write require: {{{key}: {{...}}}}"
+            )
         elif _KEY.fullmatch(key):
             recorded[key] = _within_bounds(Recorded, entry, f"{where}.{key}")
             if sorted(recorded[key].speedup) != list(recorded[key].speedup):
@@ -200,8 +206,8 @@ def _require(entry: object, where: str) -> tuple[Require, dict[str, Require]]:
         special = {key: value for key, value in entry.items() if isinstance(value, dict)}
         entry = {key: value for key, value in entry.items() if key not in special}
         for key, figures in special.items():
-            if not _KEY.fullmatch(key):
-                raise ValueError(f"{where}.{key}: {key!r} is not a GPU such as h100")
+            if not _KEY.fullmatch(key) or key.startswith("sm_"):
+                raise ValueError(f"{where}.{key}: {key!r} is not a GPU such as h100 or sm90")
             on[key] = _within_bounds(Require, figures, f"{where}.{key}")
     return _within_bounds(Require, entry, where), on
 

@@ -113,7 +113,10 @@ def read_json(path: Path) -> Any:
         reason = error.strerror or error
         raise UsageError(f"cannot read {path}: {reason}; name a file that a run wrote") from error
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path}:{error.lineno}:{error.colno}: {error.msg}; run again") from error
+        raise UsageError(
+            f"{path}:{error.lineno}:{error.colno}: not JSON, or incomplete ({error.msg}); name a "
+            "file that a run wrote"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {_sentence(str(error))}; run again") from error
 
@@ -161,7 +164,11 @@ def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """Read the records of a results file of this plugin or of ``--benchmark-json``."""
+    """Read the records of a results file of this plugin or of ``--benchmark-json``.
+
+    ``path`` may be the folder of a run.
+    """
+    path = path / "results.json" if path.is_dir() else path
     content = read_json(path)
     if not isinstance(content, Mapping):
         raise UsageError(f"{path}: an object is needed, not a {type(content).__name__}; run again")

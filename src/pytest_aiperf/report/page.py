@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pytest_aiperf.machine import telemetry
 from pytest_aiperf.machine.requirements import ranks_suffix
-from pytest_aiperf.model import Interval, Outcome, Result, Timing, Verdict
+from pytest_aiperf.model import Error, Interval, Outcome, Result, Timing, Verdict
 from pytest_aiperf.records.comparison import ratio_of, versions
 from pytest_aiperf.records.results import atomic_write
 from pytest_aiperf.rules.stats import mean_call_s
@@ -24,6 +24,11 @@ from . import aggregate, charts, formatting, markdown, source_code, terminal, vi
 from .formatting import cells
 
 MAX_CHANGES: Final = 10  #: Maximum number of changed speedups that are listed first.
+_STOPPED: Final = {
+    "width": "stopped when the interval was narrow",
+    "seconds": "stopped when the time was up",
+    "replicates": "stopped after the most replicates",
+}
 HEADS: Final = (
     *("claim", "verdict", "speedup", "99 % interval", "baseline", "optimized", "library"),
     *("rate", "of limit", "expected"),
@@ -305,9 +310,7 @@ def _row(result: Result, name: str, root: Path, folder: Path, address: str) -> d
             for also in result.also
             for arm in charts.arms(also)
         ],
-        "agreement": max(
-            result.agreement, key=lambda e: e.error / e.allowed if e.allowed else 0.0, default=None
-        ),
+        "agreement": _agreement(result),
         "evidence": views.evidence([result]),
         "profiles": _profiles(result, folder),
         "strip": views.replicates(result),
@@ -329,7 +332,13 @@ def _how(timing: Timing | None) -> str:
         f"{timing.cache} cache, {timing.sets} input set{'s' * (timing.sets != 1)}",
         f"{len(timing.replicates)} replicates, {rounds} rounds",
     ]
-    return "; ".join([*parts, f"stopped by {timing.stopped}"] if timing.stopped else parts)
+    return "; ".join([*parts, *filter(None, [_STOPPED.get(timing.stopped)])])
+
+
+def _agreement(result: Result) -> Error | None:
+    """Return the optimized arm's error that is the largest part of what is allowed."""
+    errors = [error for error in result.agreement if error.arm == "optimized"]
+    return max(errors, key=lambda e: e.error / e.allowed if e.allowed else 0.0, default=None)
 
 
 def _profiles(result: Result, folder: Path) -> list[dict[str, Any]]:

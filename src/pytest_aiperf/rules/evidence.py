@@ -229,6 +229,14 @@ _KINDS: Final = {
 
 TRACED: Final = tuple(kind for kind, how in _KINDS.items() if how.read)
 """Kinds of evidence that are read from the trace of a call on the GPU."""
+ON_HOST: Final = (
+    EvidenceKind.PAGE_FAULTS,
+    EvidenceKind.CONTEXT_SWITCHES,
+    EvidenceKind.BUSY_CORES,
+    EvidenceKind.PEAK_MEMORY,
+    EvidenceKind.GRAPH_BREAKS,
+)
+"""Kinds of evidence that a claim on the host can have."""
 NO_BASELINE: Final = "the baseline has 0, and "
 """Begins the ``where`` of a finding without a ratio, because the baseline's figure is 0."""
 _ALONE_PROOF: Final = (Metric.MEMORY, Metric.SCORE)

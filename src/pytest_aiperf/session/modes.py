@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_aiperf.claim import measure, torch_compile
-from pytest_aiperf.claim.claim import Claim, refuse_gpu_time
+from pytest_aiperf.claim.claim import Claim, refuse_gpu_figures
 from pytest_aiperf.claim.ladder import identity
 from pytest_aiperf.claim.stopping_rule import PATIENT, QUICK, STANDARD, StoppingRule
 from pytest_aiperf.correctness.references import References
@@ -33,7 +33,7 @@ def run(claim: Claim, context: ItemContext) -> Result:
     """Check, measure or profile a claim; return its record, or raise if the claim fails."""
     settings, required = context.settings, context.requirements
     if required.host:
-        refuse_gpu_time(claim)
+        refuse_gpu_figures(claim)
     _refuse_other_baseline(claim, context)
     checks = not settings.measure and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(

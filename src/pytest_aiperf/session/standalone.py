@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of, refuse_gpu_time
+from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of, refuse_gpu_figures
 from pytest_aiperf.claim.measure import ClaimContext, unpredictable
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
@@ -214,7 +214,7 @@ def measure_claims(
     machine, gpu, opened = open_device(device, progress)
     gpus = () if gpu is None else (gpu,)
     for claim in claims if gpu is None else ():
-        refuse_gpu_time(claim)
+        refuse_gpu_figures(claim)
     lock = _lock(gpus, progress)
     seed = secrets.randbelow(2**30) if seed is None else seed
 
