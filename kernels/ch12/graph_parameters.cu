@@ -4,9 +4,12 @@
 // row, the last writes its result, and those between work on an array of fixed address.
 //
 //   recapture       Captures and instantiates a graph per row, launches it and destroys it.
-//   set_parameters  Sets the parameters of the two kernels that refer to the row: no capture.
 //   static_buffers  Changes nothing in the graph. Copies the row to the address that the graph
 //                   reads, and the result from the address that it writes.
+//   set_parameters  Sets the parameters of the two kernels that refer to the row: no copies.
+//
+// The alternative is `exec_update`: it captures a graph per row, and updates the instantiated graph
+// with the parameters of all its nodes. It need not know which of them refer to the row.
 
 #include <cuda_runtime.h>
 
@@ -117,6 +120,18 @@ extern "C" cudaError_t recapture(const float* in, float* out, int rows, cudaStre
     return cudaGetLastError();
 }
 
+extern "C" cudaError_t static_buffers(const float* in, float* out, int rows, cudaStream_t stream) {
+    static const Chain chain;
+    static float *const from = address_of(static_input), *const to = address_of(static_output);
+    constexpr size_t BYTES = N * sizeof(float);
+    for (int row = 0; row < rows; ++row) {
+        cudaMemcpyAsync(from, in + row * N, BYTES, cudaMemcpyDeviceToDevice, stream);
+        cudaGraphLaunch(chain.exec, stream);
+        cudaMemcpyAsync(out + row * N, to, BYTES, cudaMemcpyDeviceToDevice, stream);
+    }
+    return cudaGetLastError();
+}
+
 // A change applies to later launches only, so the graph may still run for the row before.
 extern "C" cudaError_t set_parameters(const float* in, float* out, int rows, cudaStream_t stream) {
     static const Chain chain;
@@ -128,14 +143,14 @@ extern "C" cudaError_t set_parameters(const float* in, float* out, int rows, cud
     return cudaGetLastError();
 }
 
-extern "C" cudaError_t static_buffers(const float* in, float* out, int rows, cudaStream_t stream) {
-    static const Chain chain;
-    static float *const from = address_of(static_input), *const to = address_of(static_output);
-    constexpr size_t BYTES = N * sizeof(float);
+extern "C" cudaError_t exec_update(const float* in, float* out, int rows, cudaStream_t stream) {
+    static const cudaGraphExec_t exec = instantiated(captured(in, out));
     for (int row = 0; row < rows; ++row) {
-        cudaMemcpyAsync(from, in + row * N, BYTES, cudaMemcpyDeviceToDevice, stream);
-        cudaGraphLaunch(chain.exec, stream);
-        cudaMemcpyAsync(out + row * N, to, BYTES, cudaMemcpyDeviceToDevice, stream);
+        const cudaGraph_t graph = captured(in + row * N, out + row * N);
+        cudaGraphExecUpdateResultInfo result;
+        if (cudaError_t error = cudaGraphExecUpdate(exec, graph, &result)) return error;
+        cudaGraphLaunch(exec, stream);
+        cudaGraphDestroy(graph);
     }
     return cudaGetLastError();
 }
