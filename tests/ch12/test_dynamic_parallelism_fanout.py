@@ -9,8 +9,8 @@ it suits trees for which one grid size is good enough.
 
 The claim is judged on wall time. All trees have the same level sizes, each 1.7 times the one
 before; parents and labels are random. A tail launch saves only a part of the round trip, because it
-costs more than a short level's work: on an H200, 20 levels take 258 µs instead of 402, and the
-kernel of a level runs for about 2.3 µs of its 13. "persistent" takes 59 µs in all. A graph that
+costs more than a short level's work: on an H200, 20 levels take 262 µs instead of 423, and the
+kernel of a level runs for about 2.3 µs of its 13. "persistent" takes 60 µs in all. A graph that
 launches itself again from the device is not measured here, nor is a host that launches grids of a
 fixed size for several levels and reads the count later (test_conditional_graph.py). Levels that run
 longer than a host round trip gain little. Launches nest at most 24 deep, and the code must be
