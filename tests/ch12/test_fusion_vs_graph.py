@@ -3,8 +3,8 @@
 A CUDA graph removes launches; the kernels in it still write and read their intermediate arrays.
 Here a scale and shift per column, SiLU and a residual addition are three kernels, which together
 read or write seven arrays of 256 MiB. One fused kernel keeps the intermediate values in registers:
-it reads two arrays and writes one. torch.compile, the library arm, fuses the three as well and
-takes 0.3 to 0.5 % less time.
+it reads two arrays and writes one. torch.compile, the library arm, fuses the three as well. On an
+H200 it takes 0.2 % less time (from 0.5 % less to 0.1 % more), on an H100 0.5 % less.
 
 The claim is judged on device time, which leaves out the launches of both arms. The ratio of the
 bytes is 7/3; the gain on an H200 is 2.36x, because the three kernels move theirs at 97 to 100 % of
