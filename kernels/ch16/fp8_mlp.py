@@ -8,7 +8,8 @@ decode    Reading the weights is the limit. Two matrix-vector kernels convert th
           factor, so the kernel applies it after the product. Weights are copied to shared memory
           several steps ahead (a software pipeline of asynchronous copies), because a load in
           registers would keep too few bytes in flight. On GPUs since Hopper the second kernel is
-          launched while the first one runs (programmatic dependent launch).
+          launched while the first one runs (programmatic dependent launch), and fetches its first
+          weights into L2 before it waits for the first one's result.
 
 Each row of a weight (an output) and each token has a scale of its own.
 """
@@ -26,6 +27,12 @@ EPSILON = tl.constexpr(1e-6)
 
 TILE = 4, 1024, 3, 4
 """Rows and columns that a decode kernel loads per step, pipeline stages, and warps."""
+
+LINE = tl.constexpr(128)
+"""Bytes of a cache line."""
+
+PREFETCHED = tl.constexpr(4096)
+"""Bytes of each row that a block of the second decode kernel fetches ahead: a line per thread."""
 
 
 @triton.jit
@@ -81,6 +88,12 @@ def _gate_up_token(  # noqa: PLR0917  a Triton launch passes arguments by positi
 
 
 @triton.jit
+def _prefetch_into_l2(address):
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"  # an operation has a result
+    tl.inline_asm_elementwise(asm, "=r,l", [address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _down_token(  # noqa: PLR0917  a Triton launch passes arguments by position
     hidden, weight, scales, x, out, inner,
     ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
@@ -90,7 +103,9 @@ def _down_token(  # noqa: PLR0917  a Triton launch passes arguments by position
     weight_rows = weight + row[:, None].to(tl.int64) * inner + at[None, :]
     partial_sums = tl.zeros((ROWS, STEP), tl.float32)
     if OVERLAP:
-        gdc_wait()  # hidden is the previous kernel's result
+        lines = row[:, None].to(tl.int64) * inner + tl.arange(0, PREFETCHED // LINE)[None, :] * LINE
+        _prefetch_into_l2(weight + lines)
+        gdc_wait()  # hidden is the previous kernel's result, the weights are not
     for first in tl.range(0, inner, STEP, num_stages=STAGES):
         token = tl.load(hidden + first + at)
         partial_sums += tl.load(weight_rows + first).to(tl.float32) * token[None, :]
