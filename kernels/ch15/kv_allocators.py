@@ -1,6 +1,7 @@
-"""Three allocators for the slots of a KV cache, and a simulated server that uses them.
+"""Four allocators for the slots of a KV cache, and a simulated server that uses them.
 
 max_length  reserves contiguous slots for the longest possible sequence.
+max_answer  reserves contiguous slots for the prompt and the longest possible answer.
 buddy       keeps each sequence in a block whose size is a power of two, and moves it to a block of
             twice the size when it outgrows its own: at most half of a block is unused.
 paged       hands out pages of 16 slots as a sequence grows: less than one page per sequence is
@@ -35,6 +36,34 @@ class MaxLength:
 
     def release(self, sequence):
         self.free.append(self.reserved.pop(sequence))
+
+
+class MaxAnswer:
+    """Free and reserved slots are (start, end) pairs; the first gap that is long enough is used."""
+
+    def __init__(self, memory, max_answer):
+        self.max_answer, self.gaps, self.reserved = max_answer, [(0, len(memory))], {}
+
+    def grow(self, sequence, length):
+        if sequence in self.reserved:
+            return True
+        size = length + self.max_answer  # the first length is that of the prompt
+        for i, (start, end) in enumerate(self.gaps):
+            if end - start >= size:
+                self.reserved[sequence] = start, start + size
+                self.gaps[i] = start + size, end
+                return True
+        return False
+
+    def slots(self, sequence, first, end):
+        start, _ = self.reserved[sequence]
+        return np.arange(start + first, start + end)
+
+    def release(self, sequence):
+        gaps, self.gaps = sorted([*self.gaps, self.reserved.pop(sequence)]), []
+        for start, end in gaps:
+            adjacent = self.gaps and self.gaps[-1][1] == start
+            self.gaps.append((self.gaps.pop()[0] if adjacent else start, end))
 
 
 class Buddy:
