@@ -14,7 +14,7 @@ before each call whether the compiled code fits.
 
 The library arm does without hooks: a compiled function does the same for all gradients after the
 backward pass. On an H100 it takes about as long as compiled autograd (1.05 times, 0.95 to 1.16),
-and on an H200 longer (1.37 times, 1.18 to 1.60). But it needs no private function of torch, so it
+and on an H200 longer (1.23 times, 1.11 to 1.36). But it needs no private function of torch, so it
 is the safer choice where all gradients may be kept until then: a hook frees its own at once.
 Compiled autograd finds its compiled pass again by comparing the graph of each call, which takes
 time on the host, and compiles anew if the graph has changed. With larger matrices, the kernels

@@ -8,7 +8,7 @@ whose passes are compiled and whose optimizer is fused already.
 
 torch.compile with mode="reduce-overhead", the library arm, captures the two passes and the update
 by itself and fuses their elementwise kernels, but each step still runs autograd in Python, checks
-whether the compiled code fits the inputs, and launches three graphs. On H200s it takes 6 to 8 times
+whether the compiled code fits the inputs, and launches three graphs. On H200s it takes 5 to 8 times
 as long as the graph of the whole step.
 
 The claim is judged on wall time; losses, weights and momentum must be the same. A graph is bound to

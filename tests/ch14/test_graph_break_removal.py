@@ -6,8 +6,8 @@ the CPU waits for the GPU, and the code after the `if` becomes another graph; no
 break. With torch.where both outcomes are computed and the GPU selects one: one graph, no
 synchronization.
 
-The claim is judged on wall time. The layer is small: without its three breaks, 319 us become 130 on
-an H200 and 128 on an H100, so a break costs 63 us; on the host of another H200 it cost 83. The gain
+The claim is judged on wall time. The layer is small. On the host of an H200, 521 µs become 218
+without its three breaks, so a break costs 101 µs; on other hosts it cost 63 and 83. The gain
 shrinks with the width of the layer and ends where the work between two decisions takes much longer
 than a break. torch.where loses where the branch not taken is expensive. The library arm has
 torch.cond, which keeps such a branch in the graph and runs one of the two; but the generated code
