@@ -2,14 +2,14 @@
 
 By default a DataLoader prepares each batch in the process that runs the model, and the GPU waits
 for it. Here each photo is shrunk from 896 x 896 to 224 x 224 pixels in 8-bit integers, as
-torchvision's Resize does: a vectorized operator that runs on one core. One core of an AMD EPYC
-takes 0.8 ms per photo, so 26 ms per batch of 32. The products of the model's step are 3.4 TFLOP,
-5 ms at 700 TFLOP/s, so preparation takes about five times as long as the step. Decoding JPEG, which
-many pipelines do as well, would add to it. With ``num_workers=12``, up to 12 processes prepare
-batches ahead, each a whole batch, and a thread pins finished batches for asynchronous copies. The
-baseline pins its batches, too. As long as the workers together prepare batches faster than the GPU
-consumes them, the GPU is mostly busy from the first batch to the last; the evidence is its busy
-share in this time. 95 % is the aim, and the test requires 80 %.
+torchvision's Resize does: a vectorized operator that runs on one core. One core takes about 0.8 ms
+per photo, so 26 ms per batch of 32. The products of the model's step are 3.4 TFLOP, 5 ms at 700
+TFLOP/s, so preparation takes about five times as long as the step. Decoding JPEG, which many
+pipelines do as well, would add to it. With ``num_workers=12``, up to 12 processes prepare batches
+ahead, each a whole batch, and a thread pins finished batches for asynchronous copies. The baseline
+pins its batches, too. As long as the workers together prepare batches faster than the GPU consumes
+them, the GPU is mostly busy from the first batch to the last; the evidence is its busy share in
+this time. 95 % is the aim, and the test requires 80 %.
 
 The library arm prepares batches ahead in as many threads of the model's process, without copies
 between processes. That suffices where one operator does most of the work and releases Python's lock
