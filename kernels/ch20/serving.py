@@ -1,6 +1,7 @@
 """A small service that answers prompts with greedy tokens, in four stages.
 
-one_by_one  One request after the other; new keys and values are concatenated to the KV cache.
+one_by_one  One request after the other; new keys and values are concatenated to the KV cache, as
+            contiguous tensors, because `cat` is slow on strided views.
 batched     Requests in batches, in order of arrival, with the same KV cache.
 slab        The same batches; keys and values are written in place into a preallocated slab.
 graph       The decode step over the slab is a captured CUDA graph. Tokens and position live in
@@ -95,11 +96,11 @@ class Concatenated:
         self.visible = ~is_padding[:, None, None]
 
     def store(self, k, v):
-        self.layers.append((k, v))
+        self.layers.append((k.contiguous(), v.contiguous()))
 
     def attend(self, i, q, k, v):
         pairs = zip(self.layers[i], (k, v), strict=True)
-        self.layers[i] = k, v = tuple(torch.cat(pair, 1) for pair in pairs)
+        self.layers[i] = k, v = tuple(torch.cat([old, new.contiguous()], 1) for old, new in pairs)
         return attention(q, k, v, attn_mask=self.visible[..., : k.shape[1]])
 
     def decode(self, token, _step):
