@@ -135,7 +135,6 @@ def judge(candidates: Sequence[Candidate], task: Task, device: str) -> list[Judg
         baseline=load(task.START),
         inputs=task.inputs,
         reference=task.reference,
-        against="previous rung",
         quick=True,
         device="cuda",
     )
