@@ -1,11 +1,15 @@
-"""Variants of a small matrix product in C, and a search for the fastest of them.
+"""Variants of a small matrix product in C, and two searches for the fastest of them.
 
 A variant is a loop order, a number of rows that are computed together (register blocking), and a
 tile of the inner dimension (cache blocking). Two more variants are wrong: they skip the rows that
-do not fill a group, and the oracle must reject them. `halving` is successive halving: it times
-all variants once, keeps the better half and times these twice as often, and so on, until two are
-left. The shortest time of a variant counts, of all its calls. An exhaustive search times every
-variant CALLS times.
+do not fill a group, and the oracle must reject them.
+
+exhaustive  Time all variants equally often.
+halving     Successive halving: time all variants once, the faster half twice, the faster half of
+            these four times, and so on until one is left.
+
+Of n variants, both make n log2(n) timed calls, if n is a power of two. A variant's time is the
+shortest of its calls.
 """
 
 import time
@@ -15,9 +19,6 @@ from itertools import product
 import numpy as np
 
 from kernels import host_c
-
-CALLS = 16
-"""Timed calls per variant in the exhaustive search that halving is compared with."""
 
 UNTILED = 1 << 20
 """A tile larger than any matrix here."""
@@ -89,7 +90,6 @@ class Variant:
         return " ".join(statement.format(r=r) for r in range(self.rows))
 
 
-START = Variant("jk", 1, UNTILED)
 VARIANTS = [
     *(Variant(*knobs) for knobs in product(("jk", "kj"), (1, 4), (32, 64, 128, UNTILED))),
     *(Variant(order, 4, 64, tail=False) for order in ("jk", "kj")),
@@ -119,44 +119,35 @@ def correct(variants, a, b):
     return accepted
 
 
-def _best_time(variant, calls, a, b, out):
-    best = float("inf")
-    for _ in range(calls):
+def stopwatch(a, b):
+    """Return a function that returns the seconds of one call of a variant."""
+    out = np.empty_like(a)
+
+    def seconds(variant):
         begin = time.perf_counter()
         arm(variant)(a, b, out)
-        best = min(best, time.perf_counter() - begin)
-    return best
+        return time.perf_counter() - begin
+
+    return seconds
 
 
-def halving(variants, a, b):
-    """Return the fastest variant and the number of timed calls that the search took."""
-    out, calls, total_calls = np.empty_like(a), 1, 0
-    times = dict.fromkeys(variants, float("inf"))
-    while len(variants) > 2:
+def exhaustive(variants, seconds):
+    calls = (len(variants) - 1).bit_length()
+    return min(variants, key=lambda variant: min(seconds(variant) for _ in range(calls)))
+
+
+def halving(variants, seconds):
+    calls, shortest = 1, dict.fromkeys(variants, float("inf"))
+    while len(variants) > 1:
         for variant in variants:
-            times[variant] = min(times[variant], _best_time(variant, calls, a, b, out))
-        total_calls += calls * len(variants)
-        variants = sorted(variants, key=times.get)[: len(variants) // 2]
+            shortest[variant] = min(shortest[variant], *(seconds(variant) for _ in range(calls)))
+        variants = sorted(variants, key=shortest.get)[: len(variants) // 2]
         calls *= 2
-    return variants[0], total_calls
+    return variants[0]
 
 
-def exhaustive_calls(variants):
-    return CALLS * len(variants)
-
-
-def exhaustive(variants, a, b):
-    """Return the variant that is fastest in CALLS calls of each."""
-    out = np.empty_like(a)
-    return min(variants, key=lambda variant: _best_time(variant, CALLS, a, b, out))
-
-
-def relative_speed(variant, other, a, b):
-    """Return how fast a variant is relative to another, from CALLS calls of each in turn."""
-    if variant == other:
-        return 1.0
-    out, times = np.empty_like(a), {variant: [], other: []}
-    for _ in range(CALLS):
-        for each, seconds in times.items():
-            seconds.append(_best_time(each, 1, a, b, out))
-    return min(times[other]) / min(times[variant])
+def relative_speeds(variants, seconds, calls=64):
+    """Return each variant's speed relative to the fastest; the calls of all take turns."""
+    times = [[seconds(variant) for variant in variants] for _ in range(calls)]
+    shortest = [min(of_variant) for of_variant in zip(*times, strict=True)]
+    return {variant: min(shortest) / t for variant, t in zip(variants, shortest, strict=True)}
