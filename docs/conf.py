@@ -50,6 +50,11 @@ course_unmeasured = [
     "ch14/quantize_before_copy",
     "ch15/paged_kv_admission_host",
     "ch16/fp8_inference",
+    "ch20/batched_service",
+    "ch20/captured_service",
+    "ch20/kernel_search",
+    "ch20/kernel_search_host",
+    "ch20/slab_service",
 ]
 
 # napoleon would read "GPU time: of a CUDA graph" as a type; only callables have sections to read.
