@@ -55,7 +55,7 @@ cudaStream_t capture_stream() {
 }
 
 cudaGraph_t captured(const float* in, float* out) {
-    cudaGraph_t graph;
+    cudaGraph_t graph = nullptr;
     const cudaStream_t stream = capture_stream();
     state_address();
     cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
@@ -144,13 +144,19 @@ extern "C" cudaError_t set_parameters(const float* in, float* out, int rows, cud
 }
 
 extern "C" cudaError_t exec_update(const float* in, float* out, int rows, cudaStream_t stream) {
-    static const cudaGraphExec_t exec = instantiated(captured(in, out));
+    static const cudaGraphExec_t exec = [=] {
+        const cudaGraph_t graph = captured(in, out);
+        const cudaGraphExec_t created = instantiated(graph);
+        cudaGraphDestroy(graph);
+        return created;
+    }();
     for (int row = 0; row < rows; ++row) {
         const cudaGraph_t graph = captured(in + row * N, out + row * N);
         cudaGraphExecUpdateResultInfo result;
-        if (cudaError_t error = cudaGraphExecUpdate(exec, graph, &result)) return error;
-        cudaGraphLaunch(exec, stream);
+        const cudaError_t error = cudaGraphExecUpdate(exec, graph, &result);
         cudaGraphDestroy(graph);
+        if (error) return error;
+        cudaGraphLaunch(exec, stream);
     }
     return cudaGetLastError();
 }

@@ -8,7 +8,8 @@ address that it writes. "set_parameters" needs no copies: it sets the arguments 
 whose addresses change, here two of 16 (cudaGraphExecKernelNodeSetParams). A running graph is not
 affected, so nothing waits. But the program must know the nodes of its graph. The library arm,
 cudaGraphExecUpdate, works without knowing them: it takes over all parameters of a new capture into
-the instantiated graph, so it saves the instantiation, but not the capture.
+the instantiated graph, so it saves the instantiation, but not the capture. Where the kernels hide
+the capture, it is as fast.
 
 The claim is judged on wall time for 50 rows, each with a launch of the graph. All arms run the same
 800 kernels, whose time is the limit: on an H200 they take 0.80 ms of the 0.89 of "set_parameters".
@@ -29,8 +30,12 @@ N, STEPS = 4096, 16
 LADDER = ["recapture", "static_buffers", "set_parameters"]
 PROOF = {
     # two copies and a launch per row, instead of a capture of 16 kernels
-    "static_buffers": evidence.api_calls(max=0.3, per="baseline"),
-    "set_parameters": evidence.copied_bytes("device to device", max=0),
+    "static_buffers": [evidence.api_calls(max=0.3, per="baseline")],
+    # no copies, and no more calls: so no capture per row either
+    "set_parameters": [
+        evidence.copied_bytes("device to device", max=0),
+        evidence.api_calls(max=1.05, per="baseline"),
+    ],
 }
 
 
@@ -58,5 +63,5 @@ def test_graph_param_update(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         reference=in_fp64,
         metric="wall",
         cache="warm",
-        evidence=[PROOF[rung]],
+        evidence=PROOF[rung],
     )

@@ -1,29 +1,30 @@
-"""Preparing batches in worker processes beats preparing them in the process that runs the model.
+"""Preparing batches ahead in worker processes beats preparing each when the model needs it.
 
 By default a DataLoader prepares each batch in the process that runs the model, and the GPU waits
 for it. Here each photo is shrunk from 896 x 896 to 224 x 224 pixels in 8-bit integers, as
 torchvision's Resize does: a vectorized operator that runs on one core. One core takes about 0.8 ms
 per photo, so 26 ms per batch of 32. The products of the model's step are 3.4 TFLOP, 5 ms at 700
-TFLOP/s, so preparation takes about five times as long as the step. Decoding JPEG, which many
-pipelines do as well, would add to it. With ``num_workers=12``, up to 12 processes prepare batches
-ahead, each a whole batch, and a thread pins finished batches for asynchronous copies. The baseline
-pins its batches, too. As long as the workers together prepare batches faster than the GPU consumes
-them, the GPU is mostly busy from the first batch to the last; the evidence is its busy share in
-this time. 95 % is the aim, and the test requires 80 %.
+TFLOP/s, so preparation takes four to five times as long as the step, with the norms and activations
+between the products. Decoding JPEG, which many pipelines do as well, would add to it. With
+``num_workers=12``, up to 12 processes prepare batches ahead, each a whole batch, and a thread pins
+finished batches for asynchronous copies. The baseline pins its batches, too. As long as the workers
+together prepare batches faster than the GPU consumes them, the GPU is mostly busy from the first
+batch to the last; the evidence is its busy share in this time. 95 % is the aim, and the test
+requires 80 %.
 
 The library arm prepares batches ahead in as many threads of the model's process, without copies
 between processes. That suffices where one operator does most of the work and releases Python's lock
-(GIL); Python code needs processes. The GPU could shrink photos faster, and has decoders for JPEG as
-well: workers are for preparation that must stay on the CPU.
+(GIL), as here, so threads may do as well; Python code needs processes. The GPU could shrink photos
+faster, and has decoders for JPEG as well: workers are for preparation that must stay on the CPU.
 
 The claim is judged on wall time per epoch of 32 batches. The gain is at most preparation / step,
 because launches are asynchronous and the baseline's GPU already runs one step while the next batch
 is prepared, and at most the number of workers, which need as many cores. A loop that waits for each
 step, as one that reads the loss does, could gain up to preparation / step + 1. Workers do not make
-the first batch of an epoch arrive sooner: here that wait is as long as five steps. Starting the
-workers takes longer than a short epoch; with persistent_workers it happens once, outside the timed
-region. Where preparation takes less time than the step, the baseline keeps the GPU busy as well,
-unless the loop waits for each step; then one worker is enough.
+the first batch of an epoch arrive sooner: here that wait is as long as four to five steps. Starting
+the workers takes longer than a short epoch; with persistent_workers it happens once, outside the
+timed region. Where preparation takes less time than the step, the baseline keeps the GPU busy as
+well, unless the loop waits for each step; then one worker is enough.
 """
 
 import torch
