@@ -36,7 +36,7 @@ from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
 def photo_set(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, photo_loaders.PatchModel]:
     """Make photos of colored blocks, the order in which an epoch draws them, and a model."""
-    count, side = bench.size(256, check=12), bench.size(896, check=64) // 8
+    count, side = bench.size(64, check=12), bench.size(896, check=64) // 8
     options = {"device": bench.device, "dtype": torch.uint8}
     photos = torch.randint(0, 256, (count, side, side, 3), **options).cpu()
     photos = photos.repeat_interleave(8, 1).repeat_interleave(8, 2)
