@@ -346,7 +346,7 @@ def test_noise_may_explain_busy_cores_as_well(piece, undecided):
     assert record.outcome is Outcome.FAILED
     assert record.message.startswith("undecided: ") == undecided
     assert "undecided: " in record.message
-    assert f"at least {piece.min}" in record.message
+    assert f"at least {piece.min:,}" in record.message
 
 
 def test_the_code_of_each_arm_is_found_by_the_kernels_that_it_launches():

@@ -387,17 +387,11 @@ class Nvcc:
         source = find_source(name, self.roots)
         if source is None:
             roots = ", ".join(display_path(Path(root).absolute()) for root in self.roots)
+            where = f"these folders: {roots}" if roots else "any folder: none is configured"
             names = {str(f.relative_to(root)) for root in self.roots for f in root.rglob("*.cu")}
             near = " or ".join(get_close_matches(name, sorted(names)))
-            raise UsageError(
-                f"there is no {name} in "
-                + (f"these folders: {roots}" if roots else "any folder: none is configured")
-                + (
-                    f"; did you mean {near}?"
-                    if near
-                    else "; the ini option aiperf_kernels lists them"
-                )
-            )
+            hint = f"did you mean {near}?" if near else "the ini option aiperf_kernels lists them"
+            raise UsageError(f"there is no {name} in {where}; {hint}")
         requests = [BuildRequest(source, arch, flags) for arch in self.archs]
         builds = []
         for outcome in build_parallel(requests, include=self.include):
