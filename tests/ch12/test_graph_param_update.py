@@ -9,7 +9,7 @@ whose addresses change, here two of 16 (cudaGraphExecKernelNodeSetParams). A run
 affected, so nothing waits. But the program must know the nodes of its graph. The library arm,
 cudaGraphExecUpdate, works without knowing them: it takes over all parameters of a new capture into
 the instantiated graph, so it saves the instantiation, but not the capture. Where the kernels hide
-the capture, it is as fast.
+the capture, it may be as fast; that is not measured yet.
 
 The claim is judged on wall time for 50 rows, each with a launch of the graph. All arms run the same
 800 kernels, whose time is the limit: on an H200 they take 0.80 ms of the 0.89 of "set_parameters".
