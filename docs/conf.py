@@ -42,20 +42,7 @@ nitpick_ignore_regex = [
 ]
 
 # Claims whose code has changed since they were measured; any other is an error.
-course_unmeasured = [
-    "ch09/fp8_gemm",
-    "ch12/cooperative_grid_sync",
-    "ch12/graph_param_update",
-    "ch13/dataloader_workers",
-    "ch14/quantize_before_copy",
-    "ch15/paged_kv_admission_host",
-    "ch16/fp8_inference",
-    "ch20/batched_service",
-    "ch20/captured_service",
-    "ch20/kernel_search",
-    "ch20/kernel_search_host",
-    "ch20/slab_service",
-]
+course_unmeasured = []
 
 # napoleon would read "GPU time: of a CUDA graph" as a type; only callables have sections to read.
 napoleon_google_docstring = False

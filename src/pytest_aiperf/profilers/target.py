@@ -137,7 +137,7 @@ def perform(
     """Make a call, warm it up, run it inside the profiled range and write the reply.
 
     Several profiled processes may start and warm up at the same time, but each holds the exclusive
-    GPU lock while it is profiled. Checkers and the memory recorder measure no time, so they hold
+    GPU lock while it is profiled: the others are paused. Checkers and the memory recorder measure no time, so they hold
     the shared lock: otherwise the slow sanitizer would block all other processes.
     """
     tool = TOOLS[job.tool]

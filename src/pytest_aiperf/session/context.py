@@ -85,9 +85,17 @@ class ItemContext:
             on_acquired=lambda: self.progress(self.session.phase),
             on_alone=self._note_alone,
             threads=self.settings.threads,
-            # a claim that runs in pytest's own process, or as a rank, does not lead a session
-            pausable=self.session.role is Role.CLAIM and os.getsid(0) == os.getpid(),
+            pausable=self._is_pausable(),
         )
+
+    def _is_pausable(self) -> bool:
+        """Return whether this process may be stopped with all of its session.
+
+        A claim that runs in pytest's own process, or as a rank, does not lead a session. Under a
+        profiler, the profiler leads it.
+        """
+        is_leader = os.getsid(0) == os.getpid()
+        return self.session.role is Role.TARGET or self.session.role is Role.CLAIM and is_leader
 
     @cached_property
     def nvcc(self) -> Nvcc:
