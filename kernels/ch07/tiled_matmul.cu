@@ -1,5 +1,5 @@
 // out = a * b in fp32 (a is m x k, b is k x n, all row-major): from one dot product per thread to
-// the speed of cuBLAS, one change at a time.
+// double-buffered tiles with 64 outputs per thread, one change at a time.
 //
 // Each output takes k multiply-adds (FMAs), and each FMA needs one element of a and one of b. An SM
 // executes 128 FMAs per clock. It can load far fewer operands from device memory, and 32 words per

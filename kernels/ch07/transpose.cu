@@ -1,4 +1,4 @@
-// Transposes a matrix of n x n floats (n a multiple of 64) at the speed of a copy.
+// Transposes a matrix of n x n floats (n a multiple of 64) with coalesced reads and writes.
 //
 // In a plain transpose either the reads or the writes walk down a column, one float every n floats.
 // A tile in shared memory makes both coalesced: a block reads rows, transposes the tile in shared

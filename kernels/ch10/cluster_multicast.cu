@@ -47,7 +47,7 @@ __device__ void cluster_sync() {
 
 // Arrive at the mbarrier that lies at the same address in block `rank` of the cluster. Consumers
 // have only read, so there are no writes to release: `.release.cluster` would add a fence of the
-// whole GPU (MEMBAR.ALL.GPU) to each arrival, which costs more than multicast gains.
+// whole GPU (MEMBAR.ALL.GPU) to each arrival.
 __device__ void arrive_in_block(uint64_t* barrier, uint32_t rank) {
     asm volatile("{\n"
                  ".reg .b32 remote;\n"

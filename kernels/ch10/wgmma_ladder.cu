@@ -24,8 +24,9 @@
 //                Stores by threads write 16 bytes per row; TMA writes lines of 128 bytes, and
 //                consumers go on with the next tile while it does.
 //   pingpong     The consumer warpgroups take turns. Each has tiles of its own, of 64 x 256, and
-//                stages one result while the other warpgroup multiplies. Where k is small, that is
-//                a large part of the time; on an H200 it is no faster than tma_store.
+//                stages one result while the other warpgroup multiplies. Where k is small, staging
+//                is a large part of the time. The price is that a tile of b serves only 64 rows, so
+//                the block loads more bytes for as many products.
 
 #include "hopper.cuh"
 
