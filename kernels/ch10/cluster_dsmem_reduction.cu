@@ -129,7 +129,7 @@ extern "C" cudaError_t one_block(const float* x, float* out, float* rstd, int ro
                                  cudaStream_t stream) {
     if (columns % 4) return cudaErrorInvalidValue;
     // Half of an SM's shared memory, unused, and what each block takes besides: a second block does
-    // not fit, so no more rows than SMs share the L2 cache.
+    // not fit, so no more rows than SMs share the L2 cache. Registers and threads would allow two.
     int device = 0, bytes = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
