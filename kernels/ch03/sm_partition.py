@@ -23,9 +23,10 @@ class Streams(NamedTuple):
 
 @cache
 def by_priority():
-    lowest, highest = 0, -1  # lower numbers are higher priorities
+    default_priority, high_priority = 0, -1  # lower numbers are higher priorities
     sms = torch.cuda.get_device_properties().multi_processor_count
-    return Streams(torch.cuda.Stream(priority=lowest), torch.cuda.Stream(priority=highest), sms)
+    background = torch.cuda.Stream(priority=default_priority)
+    return Streams(background, torch.cuda.Stream(priority=high_priority), sms)
 
 
 def by_smaller_grid():

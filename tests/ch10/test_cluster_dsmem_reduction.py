@@ -13,8 +13,8 @@ the same two steps.
 
 "one_block" reads the row 1.28 times on an H200, so the bytes allow "cluster_4" 1.14x (2.28 passes
 to 2), and 1.35 times on an H100, whose L2 cache is smaller, which allows 1.18x. The gain is 1.11x
-on an H200 and 1.21x on an H100, so bytes are not all that changes: in "one_block", an SM has a
-single row in flight, and nothing to do between its loads and the end of its sum. The blocks of a
+on an H200 and 1.21x on an H100, more than the bytes: in "one_block", an SM also has a single row in
+flight, and nothing to do between its loads and the end of its sum. The blocks of a
 cluster load, sum, meet at a barrier and write, one step after the other; blocks of other rows on
 the same SM fill the gaps, of two rows with clusters of four. "cluster_8" is the same kernel in
 smaller blocks: four rows share an SM. It reads as many bytes, and is judged against "cluster_4": it
