@@ -13,8 +13,8 @@
 //                  FMAs. The points are independent, so their FMAs fill each other's latency too
 //                  (instruction-level parallelism).
 //   constant_2     Two points per thread, and the weights in constant memory. All lanes have one
-//                  address, so a weight is loaded once per warp, into a uniform register from which
-//                  FMAs take it. The weights are copied there first, in each call.
+//                  address, so a weight is loaded once per warp: on Hopper into a uniform register
+//                  from which FMAs take it. The weights are copied there first, in each call.
 //
 // The order of the additions is the same in all rungs, so the results are bit-identical.
 

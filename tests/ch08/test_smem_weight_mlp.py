@@ -10,7 +10,11 @@ needs fewer registers, so five blocks fit an SM instead of four. Using each weig
 ("shared_2") loads it half as often, and the points are independent, so their FMAs fill each other's
 latency (ILP). Constant memory serves one address per warp and seems made for such weights. But with
 two points per thread ("constant_2"), it takes 2.2 times as long as "shared_2" and longer than
-"shared"; the reason was not examined. That rung is permitted to be slower.
+"shared". On Hopper each instruction (ULDC.64) loads two weights into uniform registers: 640 per
+warp beside 2560 FMAs. Unlike loads from shared memory they set no scoreboard, so a warp cannot go
+on to its FMAs while a load misses the constant cache. Whether that is the reason was not measured:
+the stalls are smsp__average_warps_issue_stalled_imc_miss_per_issue_active.ratio in ncu. That rung
+is permitted to be slower.
 
 Each rung is measured against the one before it, and the additions keep their order. The library arm
 is torch.compile of three matrix products in PyTorch, which write both hidden layers, 2 GiB of
