@@ -18,11 +18,11 @@ At 2 and 32 MiB device time is judged, as in a CUDA graph. The evidence is the n
 that reduces: it shows which one ran, not why it is faster. On two H200s, the kernel of two-shot
 takes 14 µs for 2 MiB, and NCCL's 26; for 32 MiB they take 111 and 133. That is at most 302 GB/s in
 each direction. The limit is the link, since on two ranks each sends as many bytes as the tensor
-has, whichever algorithm runs. At 32 MiB, one-shot's kernel takes 191 µs on H200s and is the naive
-choice, since two-shot is the best there; so NCCL is the optimized arm of this case. Possible
-reasons, not tested apart: like two-shot it has at most 24 blocks, but half as many threads in each,
-and it only reads over the link, where two-shot reads half of the bytes and writes half. One-shot
-was not measured at 2 MiB.
+has, whichever algorithm runs; so a count of NVLink's bytes would not tell the arms apart. At 32
+MiB, one-shot's kernel takes 191 µs on H200s and is the naive choice, since two-shot is the best
+there; so NCCL is the optimized arm of this case. Possible reasons, not tested apart: like two-shot
+it has at most 24 blocks, but half as many threads in each, and it only reads over the link, where
+two-shot reads half of the bytes and writes half. One-shot was not measured at 2 MiB.
 
 At 64 KiB the host is the limit, and wall time without a graph is judged: in three runs on two H200s
 a call took 73, 81 and 105 µs with NCCL, and 35, 45 and 51 with one-shot, depending on how fast the
