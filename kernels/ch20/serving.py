@@ -108,12 +108,18 @@ class Concatenated:
 
 
 class Slab(Concatenated):
-    """A KV cache of the final length: per layer, 2 x requests x tokens x heads x HEAD_DIM."""
+    """A KV cache of the final length.
+
+    A layer has a tensor for keys and one for values (requests x tokens x heads x HEAD_DIM): into
+    two parts of one tensor, torch.compile would not write in place.
+    """
 
     def __init__(self, model, lengths, width, longest):
         super().__init__(model, lengths, width, longest)
-        shape = 2, len(lengths), width + longest, model.embedding.shape[1] // HEAD_DIM, HEAD_DIM
-        self.layers = [model.embedding.new_zeros(shape) for _ in model.qkv]
+        shape = len(lengths), width + longest, model.embedding.shape[1] // HEAD_DIM, HEAD_DIM
+        self.layers = [
+            (model.embedding.new_zeros(shape), model.embedding.new_zeros(shape)) for _ in model.qkv
+        ]
         self.stored = 0
 
     def store(self, k, v):
@@ -125,10 +131,10 @@ class Slab(Concatenated):
         end = self.width + step
 
         def attend(i, q, k, v):
-            slab = self.layers[i]
-            for cached, new in zip(slab, (k, v), strict=True):
+            for cached, new in zip(self.layers[i], (k, v), strict=True):
                 cached[:, end - 1 : end] = new
-            return attention(q, *slab[:, :, :end], attn_mask=self.visible[..., :end])
+            k, v = (cached[:, :end] for cached in self.layers[i])
+            return attention(q, k, v, attn_mask=self.visible[..., :end])
 
         return decode(self.model, token, attend)
 
