@@ -609,19 +609,22 @@ def accept(given: argparse.Namespace) -> int:
     """Write a run's figures into expectations.yaml and results/; works on any machine.
 
     A result is accepted if a full run measured it, its verdict is conclusive and it meets its
-    requirements; refused results are listed with the reason. `require` is never changed. Exit
-    status 1 if all results are refused.
+    requirements; refused results are listed with the reason. A result that was accepted before is
+    skipped. `require` is never changed. Exit status 1 if all results are refused.
     """
     results = read_results(given.measured)
     machine = read_json(given.measured).get("machine_info", {})
-    update = expectations.propose_update(given.expectations, results, datetime.now(UTC).date())
+    today = datetime.now(UTC).date()
+    update = expectations.propose_update(given.expectations, results, today, given.results)
     if not given.dry_run:
         update = update.write(given.results, machine)
     state = "unchanged" if given.dry_run or not update.accepted else "written"
     counts = f"{len(update.accepted)} accepted, {len(update.refused)} refused"
+    if update.repeated:
+        counts += f", {len(update.repeated)} already accepted"
     text = [*update.lines(), update.diff(), f"{counts}; {given.expectations} {state}"]
     sys.stdout.write("".join(f"{line}\n" for line in text if line))
-    return FAILED if update.refused and not update.accepted else DONE
+    return FAILED if update.refused and not (update.accepted or update.repeated) else DONE
 
 
 def merge(given: argparse.Namespace) -> int:

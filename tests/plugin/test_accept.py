@@ -72,6 +72,29 @@ def test_results_are_replaced_claim_by_claim(run):
     assert json.loads(Path("results/h200.json").read_text())["machine_info"] == MACHINE
 
 
+def test_a_result_is_accepted_once(run):
+    accepted, other = result("ch06/a"), result("ch06/b")
+    run(document(accepted))
+    before = Path("expectations.yaml").read_text()
+    status, out, _ = run(document(accepted))
+    assert (status, Path("expectations.yaml").read_text()) == (0, before)
+    assert out.splitlines() == [
+        "already accepted ch06/a on h200: of run run",
+        "0 accepted, 0 refused, 1 already accepted; expectations.yaml unchanged",
+    ]
+    assert "1 accepted, 0 refused, 1 already accepted" in run(document(accepted, other))[1]
+    run(document(result("ch06/a", run="r2")))  # another run with the same figures counts
+    recorded = expectations.load(Path("expectations.yaml")).claims
+    assert [recorded[f"ch06/{name}"].recorded["h200"].runs for name in "ab"] == [2, 1]
+
+
+def test_a_result_is_accepted_if_its_entry_was_lost(run):
+    run(document(result("ch06/a")))
+    Path("expectations.yaml").unlink()
+    assert run(document(result("ch06/a")))[1].startswith("accepted ch06/a on h200")
+    assert list(expectations.load(Path("expectations.yaml")).claims) == ["ch06/a"]
+
+
 def test_each_gpu_has_its_results(run):
     several = result("ch06/a", key="2xh200")
     assert run(document(result("ch06/a"), several), "--results", "out")[0] == 0

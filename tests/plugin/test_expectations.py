@@ -490,7 +490,9 @@ def test_a_good_result_is_acceptable():
 def test_a_host_claim_is_recorded_with_its_processor(path):
     path.write_text("schema: 1\nclaims:\n  a/b:\n    require: {speedup: 1.5}\n")
     noisy = result("a/b", **HOST, floor=0.1)
-    for runs, host in ((1, noisy), (2, noisy), (1, dataclasses.replace(noisy, stack=OTHER))):
+    again = dataclasses.replace(noisy, run="r2")
+    moved = dataclasses.replace(noisy, run="r3", stack=OTHER)
+    for runs, host in ((1, noisy), (2, again), (1, moved)):
         propose_update(path, [host], TODAY).write(path.parent / "results")
         entry = load(path).claims["a/b"].recorded["cpu"]
         assert (entry.speedup, entry.runs) == ((2.0, 2.011, 2.023), runs)

@@ -25,7 +25,7 @@ from pytest_aiperf.rules.evidence import broken, not_looked_at
 from pytest_aiperf.rules.verdict import NOISY_FLOOR, is_parity, judge
 from pytest_aiperf.schema import from_json
 
-from .results import atomic_write, merge_results, writing
+from .results import atomic_write, merge_results, read_results, writing
 from .yaml_file import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 
 MAX_NOISE: Final = 0.02  #: Results are refused if identical arms differ by more than this.
@@ -305,16 +305,18 @@ class Update:
     after: str | None  #: The new text.
     accepted: tuple[Result, ...]
     refused: tuple[tuple[Result, str], ...]  #: Refused results, with the reason for each.
+    repeated: tuple[Result, ...]  #: Results that were accepted before.
     results: tuple[Result, ...]
     today: date
 
     def lines(self) -> list[str]:
-        """List which results are accepted, and why the others are refused."""
+        """List which results are accepted, which were before, and why the others are refused."""
         cold = " (--cold-start does not change the times of calls)"
         lines = [
             f"accepted {_name_on_gpu(r)}: {r.speedup}{cold * ('cold-start' in r.conditions)}"
             for r in self.accepted
         ]
+        lines += [f"already accepted {_name_on_gpu(r)}: of run {r.run}" for r in self.repeated]
         lines += [f"refused {_name_on_gpu(r)}: {why}" for r, why in self.refused]
         return [_one_line(line) for line in lines]
 
@@ -339,7 +341,7 @@ class Update:
         with writing(lock):
             create_tagged(lock.parent)
         with locked(lock):
-            update = propose_update(self.path, self.results, self.today)
+            update = propose_update(self.path, self.results, self.today, folder)
             if update.accepted and update.after is not None:
                 # atomic_write renames a new file over the old one, even over a read-only one
                 mode = path.stat().st_mode if path.exists() else None
@@ -362,8 +364,13 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in line[: 2 * MAX_TEXT])
 
 
-def propose_update(path: Path, results: Sequence[Result], today: date) -> Update:
-    """Compute how results change the file; nothing is written."""
+def propose_update(
+    path: Path, results: Sequence[Result], today: date, folder: Path | None = None
+) -> Update:
+    """Compute how results change the file; nothing is written.
+
+    Results that ``folder``, of accepted results, already has are left out.
+    """
     before = read(path)
     document = parse(path, NEW_FILE if before is None else before)
     claims = _claims(document)
@@ -371,6 +378,8 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
     latest = {(r.claim, r.key): r for r in sorted(results, key=lambda r: r.started)}
     accepted: list[Result] = []
     refused: list[tuple[Result, str]] = []
+    repeated: list[Result] = []
+    known = _accepted_before(folder, results)
     entries: dict[str, dict[str, Recorded]] = {}
     for result in results:
         arch = result.gpu.arch if result.gpu else ""
@@ -386,9 +395,15 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
         # an acceptable result failed only because it missed the figure that it now replaces, or
         # what was required of it before
         passed = replace(result, outcome=Outcome.PASSED, message="", expectation=expectation)
-        accepted.append(result if result.outcome is Outcome.PASSED else passed)
         old = claims.get(result.claim, ClaimEntry()).recorded.get(result.key)
-        entries.setdefault(result.claim, {})[result.key] = _entry(result, old, today)
+        recorded = _entry(result, old, today)
+        # compared, because a write may have failed between the results and the expectations
+        same = old is not None and (old.speedup, old.code) == (recorded.speedup, recorded.code)
+        if same and _identity(result) in known:
+            repeated.append(result)
+            continue
+        accepted.append(result if result.outcome is Outcome.PASSED else passed)
+        entries.setdefault(result.claim, {})[result.key] = recorded
     after = before
     if accepted:
         after = _edited(document, entries)
@@ -401,7 +416,30 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
             raise UsageError(
                 f"{path}: cannot be updated in place; write one claim and one GPU per line"
             )
-    return Update(path, before, after, tuple(accepted), tuple(refused), tuple(results), today)
+    return Update(
+        path,
+        before,
+        after,
+        tuple(accepted),
+        tuple(refused),
+        tuple(repeated),
+        tuple(results),
+        today,
+    )
+
+
+def _accepted_before(
+    folder: Path | None, results: Sequence[Result]
+) -> set[tuple[str, str, str, str]]:
+    """Return the identities of the accepted results in the files of these results' machines."""
+    keys = {result.key for result in results if folder and _KEY.fullmatch(result.key)}
+    files = [folder / f"{key}.json" for key in sorted(keys) if folder]
+    return {_identity(r) for file in files if file.exists() for r in read_results(file)}
+
+
+def _identity(result: Result) -> tuple[str, str, str, str]:
+    """Return what no other measurement of a claim has in common: its run and when it started."""
+    return result.claim, result.key, result.run, result.started
 
 
 def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
