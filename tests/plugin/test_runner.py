@@ -14,7 +14,7 @@ from pytest_aiperf.records.journal import read_manifest
 from pytest_aiperf.records.results import read_results
 from tests.fake_gpu import FAKE_GPU
 
-from .conftest import PATIENCE_S, by_claim
+from .conftest import PATIENCE_S, STEADY, by_claim
 
 TWO = """
 def test_faster(compare):
@@ -23,6 +23,21 @@ def test_faster(compare):
 def test_same(compare):
     compare(**usual | {"optimized": doubling(200)})
 """
+
+
+def test_why_a_claim_is_undecided_is_explained_once(project):
+    project.tests('def test_near(compare):\n    compare(**usual | {"optimized": doubling(199)})\n')
+    project.fake(noise=STEADY | {"layout": 0.2})
+    done = project.run("--gpu", "--quick", "--reproducible")
+    done.assert_outcomes(failed=1)
+    text = done.stdout.str()
+    advice = "the interval contains 1 and is too wide for SAME"
+    assert text.count(advice) == 1
+    short = "undecided: INCONCLUSIVE where FASTER is claimed: *x [[]*, *]"
+    done.stdout.fnmatch_lines(
+        [short, f"{advice}*", f"ch07/near: {short}", f"FAILED ch07/*::test_near - {short}"]
+    )
+    assert advice in project.results()["ch07/near"]["message"]
 
 
 def test_a_claim_that_holds_and_one_that_does_not(project):

@@ -499,12 +499,15 @@ def _judge(record: Result, context: ClaimContext) -> Result:
     reasons = [broken, judgement.why]
     if judgement.is_undecided and evidence.depends_on_load(record.evidence):
         reasons.reverse()  # a busy host may be the cause of both: the message begins "undecided"
+    message = "; ".join(filter(None, (*reasons, *judgement.notes)))
+    if judgement.advice:  # in a line of its own: summaries and notes show the first line only
+        message = f"{message}\n{judgement.advice}"
     return replace(
         record,
         expectation=context.expectation,
         verdict=verdict.verdict(record.speedup, record.floor),
         outcome=Outcome.PASSED if judgement.holds and not broken else Outcome.FAILED,
-        message="; ".join(filter(None, (*reasons, *judgement.notes))),
+        message=message,
     )
 
 

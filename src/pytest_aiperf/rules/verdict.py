@@ -39,6 +39,7 @@ class Judgement:
     holds: bool
     why: str  #: Why the claim fails; if it holds, its verdict and ratio.
     notes: tuple[str, ...] = ()  #: Remarks that do not affect whether the claim holds.
+    advice: str = ""  #: Why the verdict is INCONCLUSIVE and what to do; empty for other verdicts.
 
     @property
     def is_undecided(self) -> bool:
@@ -115,6 +116,7 @@ def judge(
     expectation = expectation or Expectation()
     problems: list[_Problem] = []
     notes: list[str] = []
+    advice = ""
     recorded = expectation.recorded if compare_recorded else None
     if recorded and expectation.stale:
         notes.append(
@@ -135,9 +137,9 @@ def judge(
     at_parity = Verdict.SAME in allowed and is_parity(ratio)
     if reached not in allowed and not (at_parity or has_margin):
         undecided = reached is Verdict.INCONCLUSIVE
-        why = f" ({_why_inconclusive(ratio, floor, quick=quick)})" if undecided else ""
+        advice = _why_inconclusive(ratio, floor, quick=quick) if undecided else ""
         claimed = " or ".join(sorted(allowed))
-        problems.append((f"{reached} where {claimed} is claimed: {ratio}{why}", undecided))
+        problems.append((f"{reached} where {claimed} is claimed: {ratio}", undecided))
     problems += _unmet(expectation.require, ratio, floor, library, share)
 
     if recorded:
@@ -153,7 +155,7 @@ def judge(
             notes.append(f"better than the recorded {value:g}x: --update-expectations records it")
     head = UNDECIDED if all(undecided for _, undecided in problems) else ""
     why = head + "; ".join(text for text, _ in problems) if problems else f"{reached}: {ratio}"
-    return Judgement(not problems, why, tuple(notes))
+    return Judgement(not problems, why, tuple(notes), advice)
 
 
 def _unmet(
