@@ -733,16 +733,17 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 def clean(given: argparse.Namespace) -> int:
     """Remove the plugin's builds, measured limits, runs and profiles.
 
-    Runs and profiles are removed below the current folder only. Accepted results and symbolic
-    links stay. Do not run it while a session measures.
+    Runs and profiles are removed below the current folder only. Accepted results, expectations,
+    symbolic links and files of other programs stay. Do not run it while a session measures.
     """
     paths = artifacts.find_artifacts(Path.cwd(), nvcc.default_cache(), RUNS, profiler.ARTIFACTS)
     size = sum(artifacts.size(path) for path in paths)
-    _print(paths)
+    _print(artifacts.lines(paths, RUNS))
     if not given.dry_run:
         artifacts.remove(paths, RUNS)
     state = "would be removed" if given.dry_run else "removed"
-    sys.stdout.write(f"{state}: {len(paths)}, {si(float(size), 'B')}\n")
+    others = "accepted results, expectations, symbolic links and files of other programs stay"
+    sys.stdout.write(f"{state}: {si(float(size), 'B')}; {others}\n")
     return DONE
 
 

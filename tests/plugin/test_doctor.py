@@ -507,7 +507,7 @@ def test_clean_removes_nothing_else(littered, tmp_path, capsys):
     assert main(["clean"]) == 0
     left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert left == set(FOREIGN)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("removed: 7, ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("removed: ")
 
 
 def test_every_folder_of_a_run_is_found(tmp_path):
@@ -531,8 +531,18 @@ def test_clean_can_only_list(littered, tmp_path, capsys):
     assert main(["clean", "--dry-run"]) == 0
     assert sorted(tmp_path.rglob("*")) == before
     out = capsys.readouterr().out.splitlines()
-    assert out[-1].startswith("would be removed: 7, ")
-    assert str(tmp_path / "here" / "artifacts" / RUN) in out
+    cleaned = ("here/.aiperf", "here/artifacts", "here/sub/.aiperf", "cache", "cache/ceilings")
+    folders = [str(tmp_path / folder) for folder in cleaned]
+    assert [line.split(maxsplit=2)[2] for line in out[:-1]] == folders
+    assert out[-1].startswith("would be removed: ")
+    assert "accepted results" in out[-1]
+
+
+def test_clean_names_what_it_leaves_in_a_folder(littered, tmp_path, capsys):
+    lay(tmp_path, *(f"cache/{name}" for name in "abcde"))
+    main(["clean"])
+    assert f"{tmp_path}/cache, where a, b, c and 2 more stay\n" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [*"abcde"]
 
 
 def test_clean_follows_no_link(tmp_path):

@@ -8,9 +8,12 @@ from typing import Final
 
 from pytest_aiperf.machine.cache_folder import is_tagged
 from pytest_aiperf.records.results import writing
+from pytest_aiperf.text import si, table
 
 _SKIPPED: Final = frozenset({".git", ".venv", "node_modules", "site-packages"})
 """Large folders that no run writes into."""
+SHOWN: Final = 3
+"""Number of other programs' files that are named per folder, which may have thousands."""
 
 
 def find_artifacts(below: Path, cache: Path, runs: str, artifacts: str) -> list[Path]:
@@ -50,6 +53,21 @@ def remove(paths: Sequence[Path], runs: str) -> None:
     for parent in sorted(parents, key=lambda p: -len(p.parts)):
         if not any(parent.iterdir()):
             parent.rmdir()
+
+
+def lines(paths: Sequence[Path], runs: str) -> list[str]:
+    """Return a line per folder: the size of what :func:`remove` removes, and what it leaves."""
+    folders: dict[Path, list[Path]] = {}
+    for path in paths:
+        folders.setdefault(path if path.name == runs else path.parent, []).append(path)
+    rows = []
+    for folder, removed in folders.items():
+        kept = {*folder.iterdir()} - {*removed, *folders} if [folder] != removed else ()
+        names = ", ".join(sorted(path.name for path in kept)[:SHOWN])
+        more = f" and {len(kept) - SHOWN} more" if len(kept) > SHOWN else ""
+        stays = f", where {names}{more} stay" if kept else ""
+        rows.append([si(sum(map(size, removed)), "B"), f"{folder}{stays}"])
+    return table(rows, "><")
 
 
 def size(path: Path) -> int:
