@@ -743,7 +743,8 @@ def clean(given: argparse.Namespace) -> int:
         artifacts.remove(paths, RUNS)
     state = "would be removed" if given.dry_run else "removed"
     others = "accepted results, expectations, symbolic links and files of other programs stay"
-    sys.stdout.write(f"{state}: {si(float(size), 'B')}; {others}\n")
+    total = si(float(size), "B") if paths else "nothing"
+    sys.stdout.write(f"{state}: {total}; {others}\n")
     return DONE
 
 

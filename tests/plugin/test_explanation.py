@@ -457,7 +457,7 @@ def test_the_fake_limits_show_in_the_table():
     record, _ = explained(evidence=[evidence.launches(max=1), evidence.registers(max=32)])
     quiet, loud = (terminal.table([record], 140, verbosity=v) for v in (0, 1))
     assert "93 % copy" in quiet[2]
-    assert "median share of the limit 93% (1)" in quiet[3]
+    assert "median share of the limit 93% (1 claim)" in quiet[3]
     assert not any("bound" in line for line in quiet)
     output = "\n".join(loud)
     assert "ch07/x: optimized: memory-bound: 93 % of the copy rate" in output

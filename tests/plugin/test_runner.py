@@ -52,7 +52,7 @@ def test_a_claim_that_holds_and_one_that_does_not(project):
             "SAME where FASTER is claimed: *x [[]*, *]",
             "results: *results.json",
             "  faster * µs * µs  *x [[]*, *] * FASTER *",
-            "2 claims, 1 failed: 1 FASTER, 1 SAME (lost); geometric mean 1.4*x *",
+            "2 claims, 1 failed: 1 FASTER, 1 SAME (lost); geometric mean 1.4*x",
             "ch07/same: SAME where FASTER is claimed*",
             "measure again:  pytest --gpu -v ch07/test_double.py::test_same",
             "write a report: python -m pytest_aiperf report .aiperf/latest/results.json",

@@ -65,7 +65,7 @@ def lines(paths: Sequence[Path], runs: str) -> list[str]:
         kept = {*folder.iterdir()} - {*removed, *folders} if [folder] != removed else ()
         names = ", ".join(sorted(path.name for path in kept)[:SHOWN])
         more = f" and {len(kept) - SHOWN} more" if len(kept) > SHOWN else ""
-        stays = f", where {names}{more} stay" if kept else ""
+        stays = f", where {names}{more} {'stays' if len(kept) == 1 else 'stay'}" if kept else ""
         rows.append([si(sum(map(size, removed)), "B"), f"{folder}{stays}"])
     return table(rows, "><")
 

@@ -43,6 +43,8 @@ _COLOURED: Final = re.compile(f"(?<=  )({'|'.join(sorted(COLOURS, reverse=True))
 MAX_REASONED: Final = 30
 """With more claims, -v gives the reasons only for those that did not pass: a run of a chapter shows
 all, and a run of the whole course would print a thousand lines."""
+NOT_AVERAGED: Final = "the others have a naive baseline, no valid times or no clear verdict"
+"""Which claims the geometric mean leaves out, as :func:`aggregate.summarize` computes it."""
 NEXT: Final = 3  #: Number of failed claims that the proposed command runs again.
 
 
@@ -227,10 +229,12 @@ def totals(results: Sequence[Result]) -> str:
     if summary.not_run:
         parts.append(f"{summary.not_run} not run")
     if summary.mean is not None:
-        share = f"{summary.averaged}/{summary.claims}"
-        parts.append(f"geometric mean {summary.mean:.2f}x against non-naive baselines ({share})")
+        some = f" over {summary.averaged} of {summary.claims} claims ({NOT_AVERAGED})"
+        left_out = some if summary.averaged < summary.claims else ""
+        parts.append(f"geometric mean {summary.mean:.2f}x{left_out}")
     if summary.share is not None:
-        parts.append(f"median share of the limit {summary.share:.0%} ({summary.shares})")
+        claims = "1 claim" if summary.shares == 1 else f"{summary.shares} claims"
+        parts.append(f"median share of the limit {summary.share:.0%} ({claims})")
     return clean("; ".join(parts))
 
 
