@@ -411,6 +411,14 @@ def test_sum(compare):
     two.run("--ranks=0").stderr.fnmatch_lines(["*--ranks: '0' is not a whole number of at least 1"])
 
 
+def test_ranks_are_refused_where_only_host_claims_are_measured(two):
+    two.fake(gpus=0)
+    for option in ("--cpu", "--update-expectations", "--profile=perf"):
+        ran = two.run(option, "--ranks=2")
+        assert ran.ret == pytest.ExitCode.USAGE_ERROR
+        ran.stderr.fnmatch_lines(["*--ranks is for claims for several GPUs, and*: use --gpu, or *"])
+
+
 def test_the_next_command_of_a_run_has_its_numbers_of_ranks(two):
     two.two("""
 @in_two

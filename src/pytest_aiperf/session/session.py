@@ -316,6 +316,11 @@ def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: froze
             "--telemetry samples GPUs, and its queries of the driver may disturb a measurement: "
             "add --gpu, and drop --cpu and --update-expectations"
         )
+    if config.option.aiperf_ranks and "gpu" not in measure:
+        raise pytest.UsageError(
+            "--ranks is for claims for several GPUs, and this run measures only host claims: use "
+            "--gpu, or drop --ranks"
+        )
     profile = config.option.aiperf_profile
     if "gpu" in measure and not gpus and profile and not profile.startswith("perf"):
         raise pytest.UsageError(
