@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 CONTEXT = pytest.StashKey["ItemContext"]()  #: The state that the fixtures of an item share.
 COLLECTED = pytest.StashKey[set[str]]()  #: Ids of all collected claims, selected or not.
 SHORT_NAMES = pytest.StashKey[set[str]]()  #: Options that have a name without the prefix aiperf-.
+LEFT_OUT = pytest.StashKey[int]()  #: Number of claims that this run's --gpu or --cpu leaves out.
 PARTIAL = pytest.StashKey[set[str]]()  #: Folders, as in ids, with a module that was not collected.
 ROOT: Final = Path(__file__).parent
 NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")  #: Exists on machines with NVIDIA's driver.
@@ -307,7 +308,8 @@ def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -
         selected.append(item)
         if reason := session.skip_reason(item):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if not selected and any(map(requirements.is_claim, deselected)):
+    config.stash[LEFT_OUT] = sum(map(requirements.is_claim, deselected))
+    if not selected and config.stash[LEFT_OUT]:
         is_host = "cpu" in session.settings.measure
         raise UsageError(
             "--cpu measures host claims, and no selected claim is marked @pytest.mark.host: mark "
@@ -494,11 +496,22 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         return lines
     settings = session.settings
     where = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in session.gpus) or "this host"
+    if settings.update and not session.gpus and not config.option.aiperf_cpu:
+        where += " (no GPU: host claims only)"
     what = f"capturing with {settings.profile}" if settings.profile else "measuring"
     unchecked = "".join(f" (not checked: {part})" for part in session.unchecked)
     under = "".join(f", --{name}" for name in settings.conditions)
     seed = f"seed {settings.seed}; run {settings.run_id}"
     return [f"aiperf: {what} on {where}{under}{unchecked}; {seed}"]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:
+    session, count = _measuring(config), config.stash.get(LEFT_OUT, 0)
+    if session is None or not count:
+        return []
+    claims, are = ("1 claim", "is") if count == 1 else (f"{count} claims", "are")
+    marked, other = ("without", "--gpu") if "cpu" in session.settings.measure else ("with", "--cpu")
+    return f"aiperf: {claims} {marked} @pytest.mark.host {are} left out: add {other}"
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

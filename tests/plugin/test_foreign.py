@@ -226,6 +226,28 @@ def test_cpu_without_a_host_claim_tells_how_to_mark_one(project, workers):
     (done.stderr if workers == "-n0" else done.stdout).fnmatch_lines([why])
 
 
+def test_claims_that_are_left_out_are_counted_with_what_measures_them(project):
+    project.tests("""
+def test_unmarked(compare): compare(**usual)
+
+@pytest.mark.host
+def test_host(compare): compare(**usual, metric="wall")
+""")
+    for option, marked, other in (("--cpu", "without", "--gpu"), ("--gpu", "with", "--cpu")):
+        done = project.run(option, "--collect-only")
+        line = f"aiperf: 1 claim {marked} @pytest.mark.host is left out: add {other}"
+        assert line in done.stdout.lines
+    assert "left out" not in project.run("--gpu", "--cpu", "--collect-only").stdout.str()
+    assert "left out" not in project.run("--collect-only").stdout.str()
+
+
+def test_an_update_without_a_gpu_names_what_it_measures(project):
+    project.tests("def test_it(compare): compare(**usual)")
+    project.fake(gpus=0)
+    done = project.run("--update-expectations", "--collect-only")
+    done.stdout.fnmatch_lines(["aiperf: measuring on this host (no GPU: host claims only); *"])
+
+
 FIGURES = """
 from pytest_aiperf import Score
 
