@@ -83,9 +83,9 @@ class Work:
     written: float = 0.0  #: Bytes that a call must write to device memory: each output once.
     flops: float = 0.0  #: Floating-point operations; a multiply-add counts as two.
     dtype: str | None = None
-    """Precision of the flops: "fp64", "fp32", "tf32", "bf16", "fp16", "fp8" (e4m3), "fp8_e5m2",
-    "nvfp4" or "int8". No limit is measured for operations in "fp8_e5m2" and "nvfp4": such work is
-    compared only with the limit of its bytes."""
+    """Precision of the flops, which need one: "fp64", "fp32", "tf32", "bf16", "fp16", "fp8" (e4m3),
+    "fp8_e5m2", "nvfp4" or "int8". No limit is measured for operations in "fp8_e5m2" and "nvfp4":
+    such work is compared only with the limit of its bytes."""
 
     @property
     def bytes(self) -> float:

@@ -315,6 +315,10 @@ MISTAKES = {
     "evidence=7": "evidence= must be made with functions of pytest_aiperf.evidence, not 7",
     "work=lambda x: x.nbytes": "work() must return a Work, not 64",
     "work=lambda x: Work(flops=1, dtype='float16')": "Work(dtype='float16'): use one of fp64, *",
+    "work=lambda x: Work(flops=1)": (
+        "Work(flops=...) needs the precision of the operations, *: write Work(flops=..., "
+        'dtype="fp32"), or another of fp64, *'
+    ),
     "work=lambda x: Work(reads=8)": "Work() has no field 'reads'; did you mean read?",
     "work=lambda: Work()": "work=<lambda>() does not take the 1 value that inputs() returns: *",
     "reference=lambda x, y: x": "reference=<lambda>(x, y) does not take the 1 value *",

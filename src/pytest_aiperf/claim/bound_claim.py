@@ -414,9 +414,14 @@ class BoundClaim:
                 work = self.claim.work(*args)
                 if not isinstance(work, Work):
                     raise UsageError(f"work() must return a Work, not {work!r}")
+                names = ", ".join(WORK_DTYPES)
                 if work.dtype not in (None, *WORK_DTYPES):
-                    names = ", ".join(WORK_DTYPES)
                     raise UsageError(f"Work(dtype={work.dtype!r}): use one of {names}")
+                if work.flops and work.dtype is None:
+                    raise UsageError(
+                        "Work(flops=...) needs the precision of the operations, for their limit: "
+                        f'write Work(flops=..., dtype="fp32"), or another of {names}'
+                    )
             return work, tensors.nbytes(args)
 
     @property
