@@ -51,6 +51,18 @@ def test_contradictory_options_are_usage_errors(project, words, message):
     done.stderr.fnmatch_lines([f"*{message}*"])
 
 
+@pytest.mark.parametrize("figures", ["{library: 0.9}", "{speedup: 1.5, h100: {library: 0.9}}"])
+def test_a_required_library_arm_is_missed_without_measuring(project, figures):
+    project.tests("def test_it(compare): compare(**usual)\n"
+                  "def test_with(compare): compare(**usual, library=lambda x: x + x)")  # fmt: skip
+    entries = "".join(f"  ch07/{name}:\n    require: {figures}\n" for name in ("it", "with"))
+    project.write("expectations.yaml", f"schema: 1\nclaims:\n{entries}")
+    done = project.run()
+    done.assert_outcomes(passed=1, failed=1)
+    message = "expectations.yaml requires a ratio to the library of ch07/it, but compare() has no *"
+    done.stdout.fnmatch_lines([message])
+
+
 def test_collecting_needs_no_gpu_and_leaves_nothing(project):
     project.tests("def test_it(compare): compare(**usual)")
     project.fake(gpus=0)

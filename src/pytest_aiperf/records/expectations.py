@@ -96,6 +96,12 @@ class Expectations:
         figures = asdict(next(found, Require()))
         return replace(entry.require, **{k: x for k, x in figures.items() if x is not None})
 
+    def requires_library(self, claim: str) -> bool:
+        """Whether a claim needs a library arm, because its entry requires a ratio to it."""
+        entry = self.claims.get(claim, ClaimEntry())
+        required = (entry.require, *entry.require_on.values())
+        return any(require.library is not None for require in required)
+
 
 def _names(key: str, arch: str) -> tuple[str, str]:
     """Return the names under which a machine may have an entry: 2xh200 and 2xsm90."""

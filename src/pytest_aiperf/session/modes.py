@@ -17,6 +17,7 @@ from pytest_aiperf.claim.stopping_rule import PATIENT, QUICK, STANDARD, Stopping
 from pytest_aiperf.correctness.references import References
 from pytest_aiperf.errors import AiperfError, NeedsGpu, ToolMissing, UsageError
 from pytest_aiperf.machine import torchrun
+from pytest_aiperf.machine.requirements import claim_id
 from pytest_aiperf.model import Against, Outcome, Result
 from pytest_aiperf.profilers import capture, target
 from pytest_aiperf.rules import validity
@@ -35,6 +36,7 @@ def run(claim: Claim, context: ItemContext) -> Result:
     if required.host:
         refuse_gpu_figures(claim)
     _refuse_other_baseline(claim, context)
+    _refuse_missing_library(claim, context)
     checks = not settings.measure and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(
         getattr(arm, "needs_gpu", False) for arm in claim.arms.values()
@@ -140,6 +142,16 @@ def _refuse_other_baseline(claim: Claim, context: ItemContext) -> None:
             "rung: pass such an arm, or say with against= what this baseline is"
         )
     earlier[index] = identity(claim.arms["optimized"])
+
+
+def _refuse_missing_library(claim: Claim, context: ItemContext) -> None:
+    """Refuse a claim without the library arm that its entry in expectations.yaml requires."""
+    name = claim_id(context.item.nodeid)
+    if "library" not in claim.arms and context.session.expectations.requires_library(name):
+        raise UsageError(
+            f"{context.settings.expectations.name} requires a ratio to the library of {name}, but "
+            "compare() has no library= arm: add one, or remove `library` from `require`"
+        )
 
 
 def _measure_together(

@@ -283,7 +283,7 @@ def open_session(config: pytest.Config, machine: Machine, measure: frozenset[Kin
     if measure:
         _check_measurable(config, gpus, measure)
     # Read now, so that an invalid file is an error before the measurement and not after it.
-    expected = expectations.load(settings.expectations) if measure else Expectations({})
+    expected = expectations.load(settings.expectations)
     # a machine of the user's has a clock that this package does not know
     name = f"{type(machine).__module__}.{type(machine).__qualname__}"
     foreign = () if type(machine) is CudaMachine else (f"the clock of {name}",)
