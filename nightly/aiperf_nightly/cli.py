@@ -27,11 +27,17 @@ def add_gate(subcommands: Any) -> None:
     """Add ``gate`` to the subcommands of `python -m pytest_aiperf`; an entry point."""
     add = _add_command(subcommands, "gate", gate)
     add("measured", metavar="RESULTS.json", type=Path, help="the results of the night")
-    add("--history", metavar="DIR", type=Path, default=Path("history"), help="default: history")
+    text = "the folder of histories, one file per kind of GPU (default: %(default)s)"
+    add("--history", metavar="DIR", type=Path, default=Path("history"), help=text)
     text = "results of further runs of the flagged claims"
     add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[], help=text)
     add("--flagged", metavar="FILE", type=Path, help="write the test ids of flagged claims to FILE")
-    add("--sentinels", metavar="FILE", type=Path, help="file of sentinel claim ids, one per line")
+    add(
+        "--sentinels",
+        metavar="FILE",
+        type=Path,
+        help="the file with the ids of the sentinel claims, one per line",
+    )
 
 
 def add_drift(subcommands: Any) -> None:

@@ -172,21 +172,21 @@ def _add_capture(subcommands: Any) -> None:
     add("tool", metavar="TOOL[:PRESET]", nargs="?", default="", help=text)
     text = "a function without parameters, instead of `-- COMMAND ...`"
     add("function", metavar="FILE.py::FUNCTION", nargs="?", default="", help=text)
-    text = "calls of a function to profile (default: %(default)s)"
+    text = "number of calls of the function to profile (default: %(default)s)"
     add("--calls", metavar="N", type=int, default=1, help=text)
-    text = "time limit of a run (default: 300 for a function, none for a command)"
+    text = "time limit per tool (default: 300 for a function, none for a command)"
     add("--deadline", metavar="SECONDS", type=float, help=text)
     text = (
-        "only what a command launches in its NVTX ranges, or record_function blocks, of this name"
+        "record only launches in the command's NVTX ranges or record_function blocks of this name"
     )
     add("--nvtx", metavar="RANGE", default="", help=text)
-    text = "only kernels of a command in whose names this regular expression is found"
+    text = "record only kernels of a command whose names contain a match of this regular expression"
     add("--kernel", metavar="REGEX", default="", help=text)
-    text = "torch: only steps A to B-1 of a command's optimizer, counted from 0"
+    text = "torch: record only the optimizer steps A to B-1 of a command, counted from 0"
     add("--steps", metavar="A:B", type=_steps, default=(), help=text)
     text = "ncu: skip the first N kernels that --nvtx and --kernel select"
     add("--launch-skip", metavar="N", type=int, default=0, help=text)
-    text = "ncu: kernels of a command to profile (default: that of the preset)"
+    text = "ncu: number of kernels of a command to profile (default: that of the preset)"
     add("--launch-count", metavar="N", type=int, help=text)
     text = "ncu: further metrics, separated by commas"
     add("--metrics", metavar="A,B", default="", help=text)
@@ -194,9 +194,9 @@ def _add_capture(subcommands: Any) -> None:
     add("--artifacts", metavar="DIR", type=Path, default=Path(profiler.ARTIFACTS), help=text)
     text = "further arguments of the tool, for a command, as in --tool-args='--delay=30'"
     add("--tool-args", metavar="ARGS", default="", help=text)
-    text = "compare two captures instead: their folders, or files of profilers"
+    text = "compare two existing captures: their folders, or files that profilers wrote"
     add("--compare", metavar=("BEFORE", "AFTER"), nargs=2, type=Path, help=text)
-    text = "show a capture that is there already: its folder, or the file of a profiler"
+    text = "show an existing capture: its folder, or a file that a profiler wrote"
     add("--read", metavar="CAPTURE", type=Path, help=text)
     text = "with --compare or --read: also write a Markdown file"
     add("-o", "--output", metavar="FILE.md", type=Path, help=text)
@@ -214,14 +214,14 @@ def _add_views(subcommands: Any) -> None:
     add = _command(subcommands, report)
     text = "a results.json, or the folder of a run or of runs"
     add("results", metavar="RESULTS", type=Path, nargs="+", help=text)
-    text = f"{GITHUB_ACTION}: its format customBiggerIsBetter (default: %(default)s)"
+    text = f"{GITHUB_ACTION}: for that action's tool customBiggerIsBetter (default: %(default)s)"
     add("--format", choices=("html", "md", "csv", GITHUB_ACTION), default="html", help=text)
     text = "file to write (default: report.html; other formats: stdout)"
     add("-o", "--output", metavar="FILE", type=Path, help=text)
     add("--title", default="pytest-aiperf report", help="title of the page (default: %(default)s)")
     add = _command(subcommands, compare)
     add("old", metavar="OLD", type=Path, help="a results.json, or the folder of a run or of runs")
-    add("new", metavar="NEW", type=Path, help="likewise, of a later run")
+    add("new", metavar="NEW", type=Path, help="the same for a later run")
     text = "md for the comment of a pull request (default: %(default)s)"
     add("--format", choices=("text", "md", "csv"), default="text", help=text)
     add("--html", metavar="FILE", type=Path, help="also write both runs side by side")
@@ -244,7 +244,7 @@ def _add_judge(subcommands: Any) -> None:
     text = "time limit of a pair (default: %(default)s)"
     add("--deadline", metavar="SECONDS", type=float, default=600, help=text)
     add("--seed", metavar="N", type=int, help="seed of inputs and weights (default: random)")
-    text = "pairs that are loaded and checked at the same time (default: %(default)s)"
+    text = "number of pairs to load and check at the same time (default: %(default)s)"
     add("-n", metavar="N", type=int, default=1, dest="processes", help=text)
     add("--json", action="store_true", help="print JSON: an object, or a list for a folder")
 
@@ -668,8 +668,9 @@ def judge(given: argparse.Namespace) -> int:
 
     A problem and its solution have the form of KernelBench, of GPU MODE, or a plain one. Exit
     status 0 FASTER; 1 SAME, SLOWER or INCONCLUSIVE; 2 UNUSABLE, the problem cannot be judged;
-    3 WRONG; 4 SHORTCUT; 5 BROKEN, the solution cannot be run; 6 INVALID, measure again. Of a
-    folder, the highest counts; 130 if Ctrl-C or SIGTERM ended it, with the judgements so far.
+    3 WRONG; 4 SHORTCUT; 5 BROKEN, the solution cannot be run; 6 INVALID, measure again. For a
+    folder, it is the highest status of its pairs. If Ctrl-C or SIGTERM ends the command, the
+    judgements so far are shown, and the status is 130.
     """
     options = judging.Options(
         device="cpu" if given.cpu else "cuda" if given.gpu else None,

@@ -70,7 +70,8 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "update-expectations": {
         **_FLAG,
-        "help": "measure, then write the results into expectations.yaml and the results folder",
+        "help": "measure the GPU claims and the host claims (without a GPU, the host claims), then "
+        "write the results into expectations.yaml and the results folder",
     },
     "budget": {
         "type": _seconds,
@@ -86,7 +87,8 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
         "type": _ranks,
         "default": (),
         "metavar": "N[,N...]",
-        "help": "run claims for several GPUs on each of these numbers of GPUs, one rank per GPU",
+        "help": "run each claim for several GPUs once per N, on N GPUs, with one "
+        "process (rank) per GPU",
     },
     "reproducible": {
         **_FLAG,
@@ -101,7 +103,7 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
         "metavar": "TOOL[:PRESET]",
         "help": "profile each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
         "sanitizer, hta or perf; presets minimal, deep_dive, operators (torch), "
-        "roofline (ncu)",
+        "roofline (ncu); the default is minimal",
     },
     "profile-calls": {
         "type": _count,

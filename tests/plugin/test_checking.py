@@ -29,7 +29,7 @@ def test_a_profile_without_a_gpu_names_the_tool_for_the_host(project):
     project.tests("def test_it(compare): compare(**usual)")
     project.fake(gpus=0)
     (message,) = filter(None, project.run("--profile=ncu").errlines)
-    assert message.startswith("ERROR: --profile=ncu")
+    assert message.startswith("ERROR: --profile=ncu profiles the GPU, and needs an NVIDIA GPU: ")
     assert message.endswith("`pytest --profile=perf` profiles the host claims")
 
 

@@ -323,8 +323,9 @@ def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: froze
         )
     profile = config.option.aiperf_profile
     if "gpu" in measure and not gpus and profile and not profile.startswith("perf"):
+        tool = profile.removesuffix(":minimal")  # the default, which nobody types
         raise pytest.UsageError(
-            f"--profile={profile} profiles the GPU, and needs an NVIDIA GPU: {nvml.absence()}; "
+            f"--profile={tool} profiles the GPU, and needs an NVIDIA GPU: {nvml.absence()}; "
             "`pytest --profile=perf` profiles the host claims"
         )
     if "gpu" in measure and not gpus:
