@@ -730,25 +730,30 @@ def test_a_profiled_process_may_wait_for_the_gpu_longer_than_its_deadline(projec
     assert project.results()["ch07/it"]["outcome"] == "PASSED"
 
 
-def test_a_profiled_process_that_prepares_is_paused_while_another_uses_the_gpu(project):
+def test_a_profiled_process_has_its_gpu_from_its_inputs_on_and_is_never_paused(project):
     project.tests(
-        "import os, time\n"
+        "import time\n"
         "from pathlib import Path\n"
         "def inputs(bench):\n"
-        "    Path(f'preparing-{os.getpid()}').touch()\n"
+        "    Path('preparing').touch()\n"
         "    while not Path('go').exists(): time.sleep(0.01)\n"
         "    return vectors(bench)\n"
         "def test_it(compare): compare(**usual | {'inputs': inputs})"
     )
     running = project.start("--profile=ncu", "--gpu", "-oaiperf_deadline=500")
     patience = time.monotonic() + PATIENCE_S
-    while not (files := list(project.path.glob("preparing-*"))):
+    while not (project.path / "preparing").exists():
         assert time.monotonic() < patience
         assert running.poll() is None, (project.path / "out").read_text()
         time.sleep(0.02)
-    stat = Path(f"/proc/{files[0].name.partition('-')[2]}/stat")
-    with GpuLock([FAKE_GPU.uuid], project.path / "locks", on_wait=pytest.fail).exclusive_gpu():
-        assert stat.read_text().rpartition(") ")[2].startswith("T")
+
+    def refuse(_):
+        raise BlockingIOError
+
+    locks = project.path / "locks"
+    with pytest.raises(BlockingIOError), GpuLock([FAKE_GPU.uuid], locks, refuse).shared():
+        pass
+    assert not list(locks.glob("*.preparing/*"))
     (project.path / "go").touch()
     assert running.wait(PATIENCE_S) == 0, (project.path / "out").read_text()
     assert project.results()["ch07/it"]["outcome"] == "PASSED"

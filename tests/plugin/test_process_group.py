@@ -1,7 +1,6 @@
 """A command in a process group of its own: status, output, deadline, and nothing left behind."""
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -56,25 +55,6 @@ def test_no_descendant_outlives_an_exit_or_the_deadline(tmp_path, monkeypatch, l
     status = run_in_group([sys.executable, "-c", CHILD + last], log, STOPPED_S / 2)
     assert status == (None if last else 0)
     assert ends(int(log.read_text()))
-
-
-def test_time_in_which_the_command_is_stopped_does_not_count(tmp_path, monkeypatch):
-    code = "import os, signal; print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
-    log, looks = tmp_path / "log", 0
-
-    def monotonic():  # 2,000 s pass while the command is stopped
-        return 1000.0 * min(looks, 2)
-
-    def look():
-        nonlocal looks
-        pid = log.read_text().strip()
-        looks += bool(pid) and "State:\tT" in Path(f"/proc/{pid}/status").read_text()
-        if looks == 3:
-            os.kill(int(pid), signal.SIGCONT)
-
-    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic))
-    assert run_in_group([sys.executable, "-c", code], log, STOPPED_S / 2, on_poll=look) == 0
-    assert looks == 3
 
 
 def test_stop_from_another_thread(tmp_path):

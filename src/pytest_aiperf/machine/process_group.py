@@ -30,9 +30,8 @@ def run_in_group(
     """Run a command and return its exit status; stdout and stderr go to the file ``log``.
 
     Returns None when the deadline passed or another thread set ``stop``. Time in which
-    ``is_paused`` returns true, or in which the command is stopped by a signal, does not count
-    towards the deadline. In every case the command and all that it started in its process group
-    are dead before this returns or raises.
+    ``is_paused`` returns true does not count towards the deadline. In every case the command and
+    all that it started in its process group are dead before this returns or raises.
 
     ``on_poll`` is called while the command runs. A command that did not end by itself is
     interrupted as by Ctrl-C, and has ``grace_s`` to write what it has before it is killed.
@@ -61,8 +60,7 @@ def run_in_group(
                 break
             now = time.monotonic()
             passed_s = min(now - last, STOPPED_S)
-            is_counted = not is_paused() and not _is_stopped(process.pid)
-            left_s, last = left_s - (passed_s if is_counted else 0.0), now
+            left_s, last = left_s - (0.0 if is_paused() else passed_s), now
             on_poll()
     finally:
         try:
@@ -75,11 +73,6 @@ def run_in_group(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return process.returncode if done else None
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether a process that has not been waited for is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
 
 def _heed_interrupt() -> None:

@@ -18,7 +18,6 @@ from pytest_aiperf.errors import AiperfError, CaptureFailed, ClaimNotMet, ToolMi
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.nvml import visible
-from pytest_aiperf.machine.gpu_lock import continue_paused
 from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.model import (
     ARMS,
@@ -319,10 +318,7 @@ def _run_target(
         command = [*(word.format_map(names) for word in tool_command), *request.target]
         env = {**tools.AUTOTUNING, **inherited, VARIABLE: serialized, **environ}
         is_waiting = Path(scratch, WAITING).exists
-        try:
-            status = run_in_group(command, log, request.deadline_s, env=env, is_paused=is_waiting)
-        finally:
-            continue_paused()  # the target may have been killed while it paused others
+        status = run_in_group(command, log, request.deadline_s, env=env, is_paused=is_waiting)
         ending = _ending(status, request.deadline_s)
         reply = CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
         if (reply_file := Path(scratch, "reply")).exists():

@@ -136,33 +136,33 @@ def perform(
 ) -> None:
     """Make a call, warm it up, run it inside the profiled range and write the reply.
 
-    Several profiled processes may start and warm up at the same time, but each holds the exclusive
-    GPU lock while it is profiled: the others are paused. Checkers and the memory recorder measure no time, so they hold
-    the shared lock: otherwise the slow sanitizer would block all other processes.
+    Several profiled processes may start at the same time, but each holds the exclusive GPU lock
+    from its inputs on. If several warmed up on one GPU, each launch would wait for the others, and
+    whoever is ready to be profiled for the slowest. Checkers and the memory recorder measure no time, so they hold the shared
+    lock: otherwise the slow sanitizer would block all other processes.
     """
     tool = TOOLS[job.tool]
     reply = CaptureReply(gpu=device.gpu)
     exclusive = lock.exclusive_gpu if device.gpu else lock.exclusive_host
     is_untimed = tool.is_checker or tool.hook == "memory"
     try:
-        with lock.shared():
+        with lock.shared() if is_untimed else exclusive():
             call, work = make_call()
             reply = replace(reply, work=work)
             warm_up = device.block([call], Mode.WALL)
             calls = device.block([call] * job.calls, Mode.WALL)
             for _ in range(0 if tool.is_checker else WARM_UP_CALLS):
                 warm_up.run()
-        hook = _HOOKS[tool.hook](job, device, warm_up.run)
-        with lock.shared() if is_untimed else exclusive(), hook:
-            if cold and tool.hook != "memory":
-                _flush_l2(device)
-            with _range(tool, device):
-                end = time.monotonic() + (SAMPLING_S if tool.hook == "perf" else 0.0)
-                calls.run()
-                while time.monotonic() < end:
+            with _HOOKS[tool.hook](job, device, warm_up.run):
+                if cold and tool.hook != "memory":
+                    _flush_l2(device)
+                with _range(tool, device):
+                    end = time.monotonic() + (SAMPLING_S if tool.hook == "perf" else 0.0)
                     calls.run()
-                # wait: the first rank that leaves the range may end the profiling of all ranks
-                device.ranks.barrier()
+                    while time.monotonic() < end:
+                        calls.run()
+                    # wait: the first rank that leaves the range may end the profiling of all ranks
+                    device.ranks.barrier()
     except Exception as error:
         name = "" if isinstance(error, AiperfError) else f"{type(error).__name__}: "
         reply = replace(reply, error=f"{name}{error}".partition("\n")[0])

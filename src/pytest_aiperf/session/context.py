@@ -85,17 +85,12 @@ class ItemContext:
             on_acquired=lambda: self.progress(self.session.phase),
             on_alone=self._note_alone,
             threads=self.settings.threads,
-            pausable=self._is_pausable(),
+            # a claim that runs in pytest's own process, or as a rank, does not lead a session; and a
+            # profiler such as ncu takes a process that continues for one that has ended
+            pausable=self.session.role is Role.CLAIM
+            and os.getsid(0) == os.getpid()
+            and self.settings.profile is None,
         )
-
-    def _is_pausable(self) -> bool:
-        """Return whether this process may be stopped with all of its session.
-
-        A claim that runs in pytest's own process, or as a rank, does not lead a session. Under a
-        profiler, the profiler leads it.
-        """
-        is_leader = os.getsid(0) == os.getpid()
-        return self.session.role is Role.TARGET or self.session.role is Role.CLAIM and is_leader
 
     @cached_property
     def nvcc(self) -> Nvcc:
