@@ -4,17 +4,15 @@ Served one by one, each request reads the weights and launches the kernels again
 both ("batched", judged against that naive service). Concatenating the new keys and values copies
 the whole cache in every step, a read and a write besides the read of attention; written in place
 into a preallocated slab, they leave only attention's read ("slab"). In small batches, a step then
-still takes as long as its launches, some sixteen kernels per layer: with an H100 the GPU is idle
-for three fifths of the time. A CUDA graph launches all of them with one call ("captured"). For
-this, tokens and position must live on the GPU, and attention goes over the whole slab with a mask,
-which costs the GPU 2 % more time on an H100 and less than 1 % on an H200. "captured" gains 3.0x to
-3.9x on H200s (2.2x to 5.1x), where 4x was the aim, and 2.3x on an H100 (2.0x to 2.8x): it depends
-on how fast the host launches. The library arm of "captured" captures the same step after
-torch.compile has fused its kernels, and takes 3.0 times as long on an H200. In a trace its kernels
-take 307 ms and those of "captured" 101; kernels with "copy" in their names take 162 of the 307, as
-torch.compile turns what is written in place into copies of the slab. So it is no measure of what a
-compiled service can do, and serving engines were not compared. Each stage is judged against the one
-before.
+still takes as long as its launches, some sixteen kernels per layer: with an H100 or an H200 the GPU
+is idle for three fifths of the time or more. A CUDA graph launches all of them with one call
+("captured"). For this, tokens and position must live on the GPU, and attention goes over the whole
+slab with a mask, which costs the GPU 2 % more time on an H100 and less than 1 % on an H200.
+"captured" gains 2.4x to 3.9x on H200s, where 4x was the aim, and 2.3x on an H100: it depends on how
+fast the host launches. The library arm of "captured" captures the same step after torch.compile has
+fused its kernels, which leaves 8,000 instead of 12,900 kernels for all requests, and takes 0.87
+times as long on an H200: capture first, then fuse. Serving engines were not compared. Each stage is
+judged against the one before.
 
 The model has 4 layers of width 2048 with heads of 128 channels. Prompts and answers have the
 quantiles of the Azure LLM inference trace of 2023 (conversations), cut at 2,048 and 704 tokens.
@@ -32,12 +30,13 @@ batch, so by the steps its gain is 6.4x, and 8x, the aim, would need more reques
 "slab" has one batch of 96 requests with prompts of full length. The bytes that concatenation copies
 grow with the square of a text's length, the launches only linearly: in short texts the host
 launches too slowly for the copies to matter, in long ones the GPU is the limit. From the lengths,
-the copies of these 87 steps move 1.14 TB and attention reads 0.57 TB; the rest, with 86 TFLOP of
-prefill, is the same in both services. So the limit of the steps is 3x, and that of the service is
-below it. Longer answers would come closer to it and take longer to measure. `cat` is slow on
-strided views, so the new keys and values are made contiguous first. ch15/kv_cache_vs_recompute
-measures the steps alone, in device time. "captured" has 128 requests in two batches of 64, in which
-launches outweigh the rest.
+the copies of these 87 steps move 1.14 TB and attention reads 0.57 TB. In a trace on an H200 the
+copies take 285 ms, at 4.0 TB/s, attention 135 ms, at 4.2 TB/s, and all kernels of "slab" 306 ms;
+the rest, with 86 TFLOP of prefill, is the same in both services. So the limit of the steps is 3x,
+and the service gains 1.7x to 1.8x. Longer answers would come closer to it and take longer to
+measure. `cat` is slow on strided views, so the new keys and values are made contiguous first.
+ch15/kv_cache_vs_recompute measures the steps alone, in device time. "captured" has 128 requests in
+two batches of 64, in which launches outweigh the rest.
 
 All are judged on wall time, prefill included, for the same requests: the ratio of times is that of
 requests per second. The graph's gain shrinks with longer prompts, because prefill is the same in

@@ -138,8 +138,9 @@ def perform(
 
     Several profiled processes may start at the same time, but each holds the exclusive GPU lock
     from its inputs on. If several warmed up on one GPU, each launch would wait for the others, and
-    whoever is ready to be profiled for the slowest. Checkers and the memory recorder measure no time, so they hold the shared
-    lock: otherwise the slow sanitizer would block all other processes.
+    whoever is ready to be profiled for the slowest. Checkers and the memory recorder measure no
+    time, so they hold the shared lock: otherwise the slow sanitizer would block all other
+    processes.
     """
     tool = TOOLS[job.tool]
     reply = CaptureReply(gpu=device.gpu)

@@ -85,8 +85,8 @@ class ItemContext:
             on_acquired=lambda: self.progress(self.session.phase),
             on_alone=self._note_alone,
             threads=self.settings.threads,
-            # a claim that runs in pytest's own process, or as a rank, does not lead a session; and a
-            # profiler such as ncu takes a process that continues for one that has ended
+            # a claim that runs in pytest's own process, or as a rank, does not lead a session; and
+            # ncu takes a profiled process that continues for one that has ended
             pausable=self.session.role is Role.CLAIM
             and os.getsid(0) == os.getpid()
             and self.settings.profile is None,
