@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.errors import UsageError
+from pytest_aiperf.model import Result
 from pytest_aiperf.records.results import atomic_write, read_results
 from pytest_aiperf.report import formatting
 
 from . import history, page
 
 OK: Final = 0
-"""Exit status if `gate` confirmed no drop, or `drift` found no lasting change."""
+"""Exit status if `gate` confirmed nothing, or `drift` found no lasting change."""
 
 FAILED: Final = 1
-"""Exit status if `gate` confirmed a drop or `drift` found a lasting change."""
+"""Exit status if `gate` confirmed a flag, or a night is void; if `drift` found a lasting change."""
 
 
 def add_gate(subcommands: Any) -> None:
@@ -70,53 +71,82 @@ def _add_command(
 def gate(arguments: argparse.Namespace) -> int:
     """Compare a nightly run with the history of its GPU, and add it to the history.
 
-    A claim is flagged if its speedup falls below the band of its past speedups. The exit status is
-    1 if all further runs (`--again`) confirm a flag, or if many claims dropped at once. A night in
-    which a sentinel claim leaves its band is void: the machine is not healthy, and nothing is
-    flagged.
+    A claim is flagged if its speedup falls below the band of its past speedups, or if it passed in
+    the last valid night and did not pass tonight. The exit status is 1 if none of the further runs
+    (`--again`) clears a flag, if many claims dropped at once, or if the night is void: a sentinel
+    claim has no figure or has left its band, so the machine is not healthy, and nothing is flagged.
     """
     results = [r for r in read_results(arguments.measured) if not r.host]
-    again = [read_results(path) for path in arguments.again]
+    again = _further_runs(arguments.again, results)
     sentinels = _lines_of(arguments.sentinels) if arguments.sentinels else ()
-    keys = sorted({r.key for r in results if r.speedup})
-    if not keys:
+    nights = history.nights_of(results, sentinels)
+    if not nights:
         raise UsageError(
             f"{arguments.measured} has no speedup on a GPU: there is nothing to compare"
         )
     text: list[str] = []
-    flagged: set[str] = set()
+    flagged: set[tuple[str, str]] = set()
+    judged: list[tuple[Path, history.Night]] = []
     is_failed = False
-    for key in keys:
-        night = history.night_of([r for r in results if r.key == key], sentinels)
-        path = arguments.history / f"{key}.jsonl"
-        judgement = history.judge(history.read_history(path), night)
-        confirmed = history.confirmed(judgement.flags, again)
+    for night in nights:
+        path = arguments.history / f"{night.key}.jsonl"
+        past = history.read_history(path)
+        if any(n.run == night.run for n in past):
+            raise UsageError(
+                f"{path} has the run {night.run} already: measure again, or remove its line"
+            )
+        judgement = history.judge(past, night)
+        confirmed = history.confirmed(judgement.all_flags, again, night.key)
         text += _lines(judgement, confirmed, again)
-        counts = f"{len(judgement.provisional)} provisional, {len(judgement.flags)} flagged"
-        text.append(f"{key}: {len(night.claims)} claims, {counts}, {len(confirmed)} confirmed")
-        flagged |= {flag.claim for flag in judgement.flags}
-        is_failed |= bool(confirmed or (judgement.shift and again))
-        # if claims are flagged, add the night only after they were measured again
-        if again or not judgement.flags:
-            history.append(path, replace(night, void=judgement.void))
+        claims = {flag.claim for flag in judgement.all_flags}
+        count = len({flag.claim for flag in confirmed})
+        counts = f"{len(judgement.provisional)} provisional, {len(claims)} flagged"
+        text.append(f"{night.key}: {len(night.claims)} claims, {counts}, {count} confirmed")
+        flagged |= {(claim, night.key) for claim in claims}
+        is_failed |= bool(judgement.void or judgement.shift or count)
+        # a failure that a further run cleared is flagged again if it comes back the next night
+        cleared = {failure.claim for failure in judgement.failures if failure not in confirmed}
+        failed = {claim: how for claim, how in night.failed.items() if claim not in cleared}
+        judged.append((path, replace(night, void=judgement.void, failed=failed)))
+    # while flagged claims have to be measured again, nothing is final, also of other kinds of GPU
+    is_final = bool(again) or not flagged
+    if is_final:
+        for path, night in judged:
+            history.append(path, night)
     if arguments.flagged:
-        ids = sorted({r.nodeid for r in results if r.claim in flagged})
+        ids = sorted({r.nodeid for r in results if (r.claim, r.key) in flagged})
         atomic_write(arguments.flagged, "".join(f"{nodeid}\n" for nodeid in ids))
     _print(text)
-    return FAILED if is_failed else OK
+    return FAILED if is_final and is_failed else OK
+
+
+def _further_runs(paths: Iterable[Path], results: Iterable[Result]) -> list[list[Result]]:
+    """Read the results of further runs; refuse a file that is a copy of another run's."""
+    again = []
+    known = {r.run for r in results}
+    for path in paths:
+        again.append(read_results(path))
+        ids = {r.run for r in again[-1]}
+        if ids & known:
+            raise UsageError(f"{path} is no further run: its run {min(ids & known)} counts already")
+        known |= ids
+    return again
 
 
 def _lines_of(path: Path) -> list[str]:
     try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
+    return [line.strip() for line in lines if line.strip()]
 
 
-def _lines(judgement: history.Gate, confirmed: Sequence[history.Flag], again: object) -> list[str]:
+def _lines(
+    judgement: history.Gate, confirmed: Sequence[history.AnyFlag], again: object
+) -> list[str]:
     text = [f"void: {judgement.void}"] if judgement.void else []
     text += [f"shift: {judgement.shift}"] if judgement.shift else []
-    for flag in judgement.flags if not judgement.shift else ():
+    for flag in judgement.failures if judgement.shift else judgement.all_flags:
         state = "confirmed" if flag in confirmed else "not confirmed"
         text.append(f"{state if again else 'flagged, to be measured again'}: {flag}")
     return text

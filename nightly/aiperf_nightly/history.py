@@ -12,12 +12,13 @@ import math
 import os
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome, Result
+from pytest_aiperf.records.expectations import HOST
 from pytest_aiperf.records.results import dumps, loads, sync, writing
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import SESSIONS_APART
@@ -47,6 +48,9 @@ SHIFT_MIN_SHARE: Final = 0.2
 MIN_STEP: Final = 0.01
 """`drift` lists a lasting change of a log speedup if it exceeds this, about 1 %."""
 
+FAILURES: Final = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
+"""Outcomes of claims that ran and did not pass."""
+
 MAD_TO_SIGMA: Final = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
@@ -69,6 +73,8 @@ class Night:
     """Each sentinel claim's id and seconds per call."""
     void: str = ""
     """Why the night is void; empty if it is valid."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Id and outcome of each claim that ran and did not pass, unless a further run passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,32 @@ class Flag:
     def __str__(self) -> str:
         drop = 1 - self.value / self.median
         return f"{self.claim}: {self.value:.3f}x, {drop:.1%} below its median {self.median:.3f}x"
+
+    def is_cleared_by(self, result: Result) -> bool:
+        """Whether a further run shows a valid speedup that is not below the band."""
+        speedup = result.speedup if _is_valid(result) else None
+        return speedup is not None and speedup.value >= self.least
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A claim that did not pass, and passed in the last valid night that measured it."""
+
+    claim: str
+    outcome: str
+    """How the claim ended."""
+    passed: str
+    """Start of the night in which it passed."""
+
+    def __str__(self) -> str:
+        return f"{self.claim}: {self.outcome}, and it passed in the night of {self.passed[:10]}"
+
+    def is_cleared_by(self, result: Result) -> bool:
+        """Whether a further run passed."""
+        return result.outcome is Outcome.PASSED
+
+
+AnyFlag = Flag | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +164,27 @@ class Gate:
     """Description of a drop of many claims at once; empty if there is no such drop."""
     flags: tuple[Flag, ...] = ()
     """Claims that fell below their bands."""
+    failures: tuple[Failure, ...] = ()
+    """Claims that passed before and did not pass this night."""
     provisional: tuple[str, ...] = ()
-    """Claims measured in too few past nights to have a band, so that they cannot be flagged."""
+    """Claims measured in too few past nights to have a band, so that no drop can be flagged."""
+
+    @property
+    def all_flags(self) -> tuple[AnyFlag, ...]:
+        return (*self.flags, *self.failures)
+
+
+def nights_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> list[Night]:
+    """Summarize the results of a run, one night per kind of GPU on which claims ran.
+
+    The nights are void if one of the ``sentinels`` has no valid figure on any of them.
+    """
+    ran = [r for r in results if r.speedup or r.outcome in FAILURES]
+    keys = sorted({r.key for r in ran if not r.host} - {"", HOST})
+    nights = [night_of([r for r in results if r.key == key], sentinels) for key in keys]
+    missing = sorted({*sentinels} - {claim for night in nights for claim in night.sentinels})
+    void = f"the sentinel {missing[0]} has no valid figure" if missing else ""
+    return [replace(night, void=void) for night in nights]
 
 
 def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Night:
@@ -147,7 +198,9 @@ def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Nigh
             f"a night needs results of one kind of GPU, not of {', '.join(sorted(keys)) or 'none'}"
         )
     valid = [r for r in results if r.speedup is not None and _is_valid(r) and not r.host]
-    first = min((r for r in results if not r.host), key=lambda r: r.started)
+    on_gpu = [r for r in results if not r.host]
+    # a claim that crashed early may not have recorded its GPU
+    first = min([r for r in on_gpu if r.gpu] or on_gpu, key=lambda r: r.started)
     parts = [first.gpu.name if first.gpu else first.key]
     parts += [f"{name} {first.stack[name]}" for name in ("driver", "cuda", "torch", "triton")
               if name in first.stack]  # fmt: skip
@@ -162,6 +215,7 @@ def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Nigh
             for r in valid
             if r.claim in sentinels and r.timing
         },
+        failed={r.claim: r.outcome.value for r in on_gpu if r.outcome in FAILURES},
     )
 
 
@@ -187,10 +241,17 @@ def _sentinel_band(past: Sequence[float]) -> Band:
 
 
 def judge(history: Sequence[Night], tonight: Night) -> Gate:
-    """Compare tonight's run with the latest valid nights of the same epoch."""
+    """Compare tonight's run with the latest valid nights of the same epoch.
+
+    The first valid night of an epoch is compared with the epoch before, or a drop that comes with a
+    new driver would become the median unseen. Sentinels are not: a new driver may change their
+    times for good, and all later nights would be void.
+    """
     past = _comparable(history, tonight)
     if void := tonight.void or _sentinel_problem(past, tonight):
         return Gate(void=void)
+    if not past and (valid := [n for n in history if not n.void]):
+        past = _comparable(history, valid[-1])
     flags, provisional = [], []
     for claim, value in tonight.claims.items():
         speedups = [n.claims[claim] for n in past if claim in n.claims]
@@ -205,7 +266,20 @@ def judge(history: Sequence[Night], tonight: Night) -> Gate:
     if len(flags) >= max(SHIFT_MIN_FLAGS, SHIFT_MIN_SHARE * count):
         drop = 1 - statistics.median(f.value / f.median for f in flags)
         shift = f"{len(flags)} of {count} claims lie below their bands, by {drop:.1%} in the median"
-    return Gate(shift=shift, flags=tuple(flags), provisional=tuple(provisional))
+    return Gate("", shift, tuple(flags), _failures(history, tonight), tuple(provisional))
+
+
+def _failures(history: Sequence[Night], tonight: Night) -> tuple[Failure, ...]:
+    """Return the claims that did not pass, and passed when a valid night last measured them."""
+    last: dict[str, Night] = {}
+    for night in history:
+        if not night.void:
+            last |= dict.fromkeys((*night.claims, *night.failed), night)
+    return tuple(
+        Failure(claim, outcome, last[claim].started)
+        for claim, outcome in tonight.failed.items()
+        if claim in last and claim not in last[claim].failed
+    )
 
 
 def _comparable(history: Sequence[Night], night: Night) -> list[Night]:
@@ -231,24 +305,31 @@ def courses(nights: Sequence[Night], *, sentinels: bool = False) -> dict[str, li
 
 
 def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
-    """Describe a sentinel that is missing or outside its band; "" if all are within theirs."""
-    for claim in {claim for night in past for claim in night.sentinels}:
+    """Describe a sentinel of tonight that is outside its band; "" if all are within theirs."""
+    for claim, value in tonight.sentinels.items():
         seconds = [n.sentinels[claim] for n in past if claim in n.sentinels]
         if len(seconds) < MIN_NIGHTS:
             continue
-        if claim not in tonight.sentinels:
-            return f"the sentinel {claim} has no valid figure"
         expected = _sentinel_band(seconds)
-        if not expected.low <= tonight.sentinels[claim] <= expected.high:
-            ratio = tonight.sentinels[claim] / expected.median
+        if not expected.low <= value <= expected.high:
+            ratio = value / expected.median
             return f"the sentinel {claim} takes {ratio:.2f} times its usual {expected.median:.3g} s"
     return ""
 
 
-def confirmed(flags: Iterable[Flag], again: Sequence[Sequence[Result]]) -> list[Flag]:
-    """Return the flags of claims whose speedup is below the band in every further run."""
-    runs = [{r.claim: r.speedup.value for r in run if r.speedup and _is_valid(r)} for run in again]
-    return [f for f in flags if runs and all(r.get(f.claim, math.inf) < f.least for r in runs)]
+def confirmed(
+    flags: Iterable[AnyFlag], again: Sequence[Sequence[Result]], key: str
+) -> list[AnyFlag]:
+    """Return the flags that no further run on this kind of GPU clears.
+
+    A run in which the claim crashed, was wrong or was not measured clears nothing.
+    """
+    runs = [{r.claim: r for r in run if r.key == key} for run in again]
+    return [
+        f
+        for f in flags
+        if runs and not any(f.claim in run and f.is_cleared_by(run[f.claim]) for run in runs)
+    ]
 
 
 def change_points(history: Sequence[Night]) -> list[Step]:

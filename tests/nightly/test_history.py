@@ -60,6 +60,7 @@ def test_a_short_past_is_provisional():
 @pytest.mark.parametrize("past", [{"epoch": "driver 590"}, {"void": "sick"}])
 def test_other_epochs_and_void_nights_do_not_count(past):
     nights = [dataclasses.replace(n, **past) for n in quiet(20, copy=1.5)]
+    nights.insert(0, night(copy=1.5))
     assert history.judge(nights, night(copy=0.5)).provisional == ("copy",)
 
 
@@ -70,9 +71,16 @@ def test_a_sentinel_out_of_its_band_voids_the_night(seconds):
     assert not gate.flags
 
 
-def test_a_sentinel_that_has_no_figure_voids_the_night():
-    tonight = dataclasses.replace(night(copy=1.5), sentinels={})
+def test_a_listed_sentinel_that_has_no_figure_voids_the_night():
+    lost = measured(SENTINEL, 1.5, outcome=Outcome.INVALID)
+    [tonight] = history.nights_of([measured("copy", 1.5), lost], [SENTINEL])
     assert "no valid figure" in history.judge(quiet(10, copy=1.5), tonight).void
+
+
+def test_only_tonights_sentinels_count():
+    tonight = dataclasses.replace(night(copy=1.0), sentinels={"other": 1.0})
+    gate = history.judge(quiet(10, copy=1.5), tonight)
+    assert (gate.void, len(gate.flags)) == ("", 1)
 
 
 def test_a_shift_of_everything_is_one_alarm():
@@ -81,13 +89,27 @@ def test_a_shift_of_everything_is_one_alarm():
     assert "20 of 20 claims lie below their bands, by 10.0%" in gate.shift
 
 
-def test_a_flag_needs_every_fresh_run_to_show_it():
+def test_a_flag_stands_unless_a_further_run_clears_it():
     flag = Flag("copy", 1.5, 1.45, 1.40)
     low, high = (measured("copy", v) for v in (1.41, 1.5))
-    assert history.confirmed([flag], [[low], [low]]) == [flag]
-    assert history.confirmed([flag], [[low], [high]]) == []
-    assert history.confirmed([flag], [[low], []]) == []
-    assert history.confirmed([flag], []) == []
+    crashed = dataclasses.replace(high, outcome=Outcome.ERROR, speedup=None)
+    elsewhere = dataclasses.replace(high, key="2xh200")
+    for second in ([low], [crashed], [elsewhere], []):
+        assert history.confirmed([flag], [[low], second], "h200") == [flag]
+    assert history.confirmed([flag], [[low], [high]], "h200") == []
+    assert history.confirmed([flag], [], "h200") == []
+
+
+def test_the_first_night_of_an_epoch_has_the_band_of_the_epoch_before():
+    nights = [*quiet(10, copy=1.5), night(void="sick", epoch="driver 590", copy=1.5)]
+    first = night(epoch="driver 590", sentinel=5e-3, copy=1.0)  # a sentinel is not compared
+    assert [f.claim for f in history.judge(nights, first).flags] == ["copy"]
+    assert history.judge([*nights, first], first).provisional == ("copy",)
+
+
+def test_a_night_has_the_epoch_of_a_record_that_names_its_gpu():
+    early = measured("ch07/early", 1.5, gpu=None, stack={}, started="2025-01-01T00:00:00+00:00")
+    assert history.night_of([early, measured("ch07/copy", 1.5)]).epoch.startswith("NVIDIA H200, ")
 
 
 def measured(claim, speedup, **more):
@@ -218,7 +240,7 @@ def test_false_alarms_are_at_most_one_a_month_at_250_claims():
         tonight = night(**simulated(rng, spreads))
         gate = history.judge(nights, tonight)
         alarms += bool(gate.shift) + len(
-            history.confirmed(gate.flags, list(runs(rng, spreads, gate.flags)))
+            history.confirmed(gate.flags, list(runs(rng, spreads, gate.flags)), "h200")
         )
         nights.append(tonight)
     assert alarms <= months
@@ -233,7 +255,8 @@ def test_five_percent_is_found_within_three_nights():
         for _ in range(3):
             tonight = night(**simulated(rng, spreads, {slow}))
             gate = history.judge(nights, tonight)
-            sure = history.confirmed(gate.flags, list(runs(rng, spreads, gate.flags, {slow})))
+            again = list(runs(rng, spreads, gate.flags, {slow}))
+            sure = history.confirmed(gate.flags, again, "h200")
             if f"c{slow}" in {f.claim for f in sure}:
                 confirmed += 1
                 break
