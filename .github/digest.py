@@ -1,4 +1,4 @@
-"""Summarize the results of GPU jobs, extend the history and accept valid results.
+"""Summarize the results of GPU jobs, extend the history and accept what passed.
 
 usage: python .github/digest.py UNTRUSTED PAST
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import io
+import json
 import os
 import secrets
 import shutil
@@ -19,6 +20,7 @@ import sys
 from pathlib import Path
 
 from pytest_aiperf.cli import DONE, main
+from pytest_aiperf.model import Outcome
 
 MAX_BYTES = 64 << 20
 """Largest results file that is read: dozens of times the size of a full run's."""
@@ -37,6 +39,21 @@ def validate(untrusted: Path, name: str) -> Path | None:
         sys.stdout.write("skipped: not a valid results file\n")
         return None
     return valid
+
+
+def only_passed(valid: Path) -> Path:
+    """Write a results file without the claims that did not pass.
+
+    `accept` would take a claim that failed only because it dropped. A drop that is meant to last is
+    accepted by a person, not by a pull request of each night.
+    """
+    content = json.loads(valid.read_text(encoding="utf-8"))
+    for name, rows in content.items():
+        if name in ("benchmarks", "aiperf_untimed"):
+            content[name] = [r for r in rows if r.get("aiperf", r)["outcome"] == Outcome.PASSED]
+    passed = valid.with_name("passed.json")
+    passed.write_text(json.dumps(content), encoding="utf-8")
+    return passed
 
 
 def digest(untrusted: Path, past: Path) -> None:
@@ -69,7 +86,8 @@ def digest(untrusted: Path, past: Path) -> None:
         with summary.open("a", encoding="utf-8") as file:
             file.write(Path("valid/summary.md").read_text(encoding="utf-8") + "\n")
         expectations, folder = str(accepted / "expectations.yaml"), str(accepted / "results")
-        main(["accept", str(night), "--expectations", expectations, "--results", folder])
+        passed = only_passed(night)
+        main(["accept", str(passed), "--expectations", expectations, "--results", folder])
     drifts = io.StringIO()
     with contextlib.redirect_stdout(drifts):
         for file in sorted(history.glob("*.jsonl")):

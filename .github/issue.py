@@ -1,4 +1,4 @@
-"""Open an issue about a run that failed, through GitHub's API.
+"""Open an issue about a run that did not succeed, through GitHub's API.
 
 usage: python .github/issue.py RUN_ID
 
@@ -22,7 +22,7 @@ def main(run_id: str) -> None:
     run = api(f"{repo}/actions/runs/{run_id}")
     jobs = api(f"{repo}/actions/runs/{run_id}/jobs?per_page=100")["jobs"]
     artifacts = api(f"{repo}/actions/runs/{run_id}/artifacts?per_page=100")["artifacts"]
-    title = f"Red night of {run['created_at'][:10]} ({run_id})"
+    title = f"Red {run['name']} of {run['created_at'][:10]} ({run_id})"
     earlier = api(f"{repo}/issues?state=all&labels={LABEL}&per_page=100")
     if any(issue["title"] == title for issue in earlier):
         sys.stdout.write(f"there is an issue already: {title}\n")
@@ -33,7 +33,7 @@ def main(run_id: str) -> None:
     lines = [
         f"[The run]({run['html_url']}) of `{commit}` ended with `{run['conclusion']}`.",
         *section("Jobs", [(job["name"], job["html_url"]) for job in failed]),
-        *section("Artifacts: results, doctor's bundle, profiles of the flagged claims", files),
+        *section("Artifacts", files),
     ]
     api(f"{repo}/issues", "POST", title=title, body="\n".join(lines), labels=[LABEL])
     sys.stdout.write(f"opened: {title}\n")

@@ -14,6 +14,7 @@ import yaml
 from aiperf_nightly import history
 from aiperf_nightly.history import Night
 
+from pytest_aiperf.model import Outcome
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
@@ -215,6 +216,7 @@ def test_jobs_that_run_the_gate_install_it():
 def test_only_results_of_a_night_on_main_are_recorded():
     read = load(GITHUB / "workflows" / "record-night.yml")["jobs"]["read"]
     for condition in (
+        "workflow_run.name == 'gpu-nightly'",
         "head_repository.full_name == github.repository",
         "head_branch ==",
         "conclusion != 'skipped'",
@@ -225,10 +227,14 @@ def test_only_results_of_a_night_on_main_are_recorded():
     assert "runner.temp" in download["with"]["path"]  # outside the search paths of Python and pip
 
 
-def test_only_a_red_night_on_main_opens_an_issue():
-    report = load(GITHUB / "workflows" / "record-night.yml")["jobs"]["report"]
+def test_every_run_on_main_that_did_not_succeed_opens_an_issue():
+    workflow = load(GITHUB / "workflows" / "record-night.yml")
+    assert workflow["on"]["workflow_run"]["workflows"] == ["gpu-nightly", "gpu-weekly"]
+    report = workflow["jobs"]["report"]
+    assert "== 'failure'" not in report["if"]  # a cancelled or timed-out run is red, too
     for condition in (
-        "conclusion == 'failure'",
+        "conclusion != 'success'",
+        "conclusion != 'skipped'",
         "head_repository.full_name == github.repository",
         "head_branch == github.event.repository.default_branch",
     ):
@@ -314,6 +320,22 @@ def test_digest_treats_hostile_artifacts_as_data(tmp_path):
     assert not list(tmp_path.glob("evil*"))
 
 
+def test_digest_does_not_propose_what_failed(tmp_path):
+    """A claim that failed because it dropped must not become its own new baseline."""
+    dropped = result("ch06/dropped", outcome=Outcome.FAILED, message="speedup has dropped")
+    untimed = result("ch06/score", speedup=None, timing=None, outcome=Outcome.FAILED)
+    night = tmp_path / "hostile" / "night-sm90" / "results.json"
+    write_night(night, result("ch06/fine"), dropped, untimed)
+    process = run("digest.py", "hostile", "past", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    published = tmp_path / "published"
+    accepted = read_results(published / "accepted/results/h200.json")
+    assert [r.claim for r in accepted] == ["ch06/fine"]
+    assert "ch06/dropped" not in (published / "accepted/expectations.yaml").read_text()
+    [night] = history.read_history(published / "history/h200.jsonl")
+    assert "ch06/dropped" in night.claims
+
+
 def test_digest_keeps_the_history_and_proposes_only_changes(tmp_path):
     write_night(tmp_path / "hostile" / "n" / "results.json", result("ch06/a", quick=True))
     (tmp_path / "expectations.yaml").write_text("schema: 1\nclaims: {}\n")
@@ -346,11 +368,11 @@ replies = {{
     "repos/o/r/pulls?state=open&head=o:nights": [],
     "repos/o/r/actions/runs/7": {{
         "created_at": "2026-01-02T03:04:05Z", "html_url": "https://github.com/o/r/actions/runs/7",
-        "head_sha": "0123456789abcdef", "conclusion": "failure",
+        "head_sha": "0123456789abcdef", "conclusion": "cancelled", "name": "gpu-weekly",
     }},
     "repos/o/r/actions/runs/7/jobs?per_page=100": {{"jobs": [
         {{"name": "measure sm90", "html_url": "https://job/1", "conclusion": "success"}},
-        {{"name": "gate sm90", "html_url": "https://job/2", "conclusion": "failure"}},
+        {{"name": "gate sm90", "html_url": "https://job/2", "conclusion": "cancelled"}},
     ]}},
     "repos/o/r/actions/runs/7/artifacts?per_page=100": {{"artifacts": [
         {{"name": "night-sm90", "id": 5}},
@@ -412,10 +434,10 @@ def test_commit_never_writes_to_main(github):
 
 
 @pytest.mark.parametrize("is_again", [False, True])
-def test_a_red_night_has_one_issue_with_links(tmp_path, is_again):
+def test_a_red_run_has_one_issue_with_links(tmp_path, is_again):
     log, gh = tmp_path / "log", tmp_path / "bin" / "gh"
     gh.parent.mkdir()
-    title = "Red night of 2026-01-02 (7)"
+    title = "Red gpu-weekly of 2026-01-02 (7)"
     earlier = [{"title": title}] if is_again else []
     gh.write_text(GH.format(python=sys.executable, log=str(log), issues=earlier))
     gh.chmod(0o755)
