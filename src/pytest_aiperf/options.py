@@ -81,7 +81,8 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "shard": {
         "type": _shard,
         "metavar": "I/N",
-        "help": "measure only the I-th of N shards of about equal duration",
+        "help": "measure only the I-th of N shards of about equal duration; with --profile, a hash "
+        "of its id puts a claim into a shard",
     },
     "ranks": {
         "type": _ranks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from pytest_aiperf.records.journal import Run, open_run
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 
+ROOT = Path(__file__).parents[2]
 IDS = [f"t.py::test_{i}" for i in range(9)]
 
 
@@ -53,6 +55,21 @@ def test_each_test_is_in_one_shard_whatever_the_order(ids, seconds, count, rando
     assert shards.split(shuffled, seconds, count) == split
 
 
+@given(st.sets(st.text()), st.text(), st.integers(1, 5))
+def test_by_its_id_a_test_stays_in_its_shard_when_others_come_or_go(ids, new, count):
+    split = shards.split_by_id(ids - {new}, count)
+    assert sorted(i for shard in split for i in shard) == sorted(ids - {new})
+    more = shards.split_by_id(ids | {new}, count)
+    assert [shard - {new} for shard in more] == split
+
+
+def test_by_their_ids_the_claims_of_the_course_are_split_evenly():
+    seconds = shards.recorded_s(ROOT / "results")
+    assert len(seconds) > 200
+    for shard in shards.split_by_id(seconds, 4):
+        assert 0.15 < len(shard) / len(seconds) < 0.35
+
+
 def test_a_short_item_waits_behind_each_workers_first_long_one():
     assert shards.paired([9, 8, 7, 6, 5, 2, 1], 2) == [9, 1, 8, 2, 7, 6, 5]
     assert shards.paired([9, 8, 7, 6, 5, 2, 1], 14) == [9, 1, 8, 2, 7, 5, 6]
@@ -71,13 +88,13 @@ def test_no_claim(gpu):
 """
 
 
-def accepted(project, **seconds):
+def accepted(project, file="fake", **seconds):
     name = "ch07/test_double.py::test_it"
     records = [
         result(f"ch07/it[{k}]", nodeid=f"{name}[{k}]", seconds=s) for k, s in seconds.items()
     ]
     content = {"benchmarks": [{"name": r.claim, "aiperf": to_json(r)} for r in records]}
-    project.write("results/fake.json", json.dumps(content))
+    project.write(f"results/{file}.json", json.dumps(content))
 
 
 def test_shards_measure_everything_once(project, monkeypatch, capsys):
@@ -93,6 +110,31 @@ def test_shards_measure_everything_once(project, monkeypatch, capsys):
     monkeypatch.chdir(project.path)
     assert main(["complete", ".aiperf"]) == 0
     assert capsys.readouterr().out.endswith("\n4 claims: 4 PASSED\n")
+
+
+def test_shards_on_different_gpus_measure_everything_once(project):
+    project.tests(CLAIMS)
+    times = {"fake": {"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.0}, "h100": {"a": 1.0, "d": 90.0}}
+    project.write("results/ceilings-h100.json", "{}")
+    measured = []
+    for shard, (gpu, other) in (("1/2", ("fake", "h100")), ("2/2", ("h100", "fake"))):
+        # each machine finds the times of its own GPU under the name of the fake one
+        accepted(project, "fake", **times[gpu])
+        accepted(project, "h100", **times[other])
+        assert project.run("--gpu", "--quick", f"--shard={shard}").ret == 0
+        measured += project.results()
+    assert sorted(measured) == [f"ch07/it[{k}]" for k in "abcd"]
+
+
+def test_profiled_shards_do_not_depend_on_recorded_times(project):
+    project.tests(CLAIMS)
+    listed = []
+    for times in ({}, {"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.0}, {"d": 9.0}):
+        accepted(project, **times)
+        ran = project.run("--profile=nsys", "--shard=1/2", "--collect-only", "-q")
+        listed.append(re.findall(r"test_it\[\w\]", ran.stdout.str()))
+    assert listed[0]
+    assert listed == 3 * listed[:1]
 
 
 def test_a_shard_that_never_ran_is_reported(project, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Split a session into shards for several machines, and collect their results."""
 
 import statistics
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -38,6 +39,30 @@ def split(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[
         shards[shortest].add(nodeid)
         loads[shortest] += duration[nodeid]
     return shards
+
+
+def split_by_id(ids: Iterable[str], count: int) -> list[set[str]]:
+    """Split tests into shards by a hash of their ids; a test stays in its shard when others change.
+
+    For runs that measure one shard per week: each test is in exactly one of ``count`` runs.
+    """
+    shards: list[set[str]] = [set() for _ in range(count)]
+    for nodeid in ids:
+        shards[zlib.crc32(nodeid.encode()) % count].add(nodeid)
+    return shards
+
+
+def recorded_s(folder: Path) -> dict[str, float]:
+    """Return each test's median seconds, by its id, over the accepted results of all machines.
+
+    Shards on different GPUs split the tests in the same way only if they use the same times.
+    """
+    seconds: dict[str, list[float]] = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.stem.isalnum():  # other files, such as ceilings-h200.json, hold no results
+            for result in read_results(path):
+                seconds.setdefault(result.nodeid, []).append(result.seconds)
+    return {nodeid: statistics.median(values) for nodeid, values in seconds.items()}
 
 
 def paired(items: Sequence[T], workers: int) -> list[T]:

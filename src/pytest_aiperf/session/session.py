@@ -142,8 +142,11 @@ class Session:
         """Split items into those of this session's shard and the others."""
         assert self.settings.shard is not None
         number, count = self.settings.shard
-        lengths = self._lengths(items, self._recorded_s())
-        shard = shards.split(list(lengths), lengths, count)[number - 1]
+        if self.settings.profile:  # the recorded times are not those under a profiler
+            shard = shards.split_by_id(self._lengths(items, {}), count)[number - 1]
+        else:
+            lengths = self._lengths(items, shards.recorded_s(self.settings.results))
+            shard = shards.split(list(lengths), lengths, count)[number - 1]
         if self.run is not None:
             journal.Run(self.run.path / shards.WHOLE).write_manifest(requirements.claims_of(items))
         kept = [i for i in items if requirements.ladder_id(i) in shard or i.nodeid in shard]
@@ -184,7 +187,7 @@ class Session:
         return lengths
 
     def _recorded_s(self) -> dict[str, float]:
-        """Return each item's duration, by nodeid, from the accepted results, if there are any."""
+        """Return each item's duration, by nodeid, from this machine's accepted results, if any."""
         path = self.settings.results / f"{self.gpus[0].key if self.gpus else 'cpu'}.json"
         return {r.nodeid: r.seconds for r in read_results(path)} if path.exists() else {}
 
