@@ -258,6 +258,23 @@ def test_a_release_is_checked_before_it_is_uploaded_and_only_where_that_is_wante
     assert "with" not in publish["steps"][-1]
 
 
+def test_a_release_checks_and_measures_a_claim_with_the_wheel(tmp_path):
+    """Only a claim shows that pytest finds the plugin in the wheel."""
+    build = load(GITHUB / "workflows" / "release.yml")["jobs"]["build"]
+    [script] = [s["run"] for s in build["steps"] if "pytest_aiperf --help" in s.get("run", "")]
+    [(name, claim)] = re.findall(
+        r"^cat > (\S+) <<'END'\n(.*?)^END$", script, re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / name).write_text(claim)
+    runs = re.findall(r"^venv/bin/python (-m pytest .*)$", script, re.MULTILINE)
+    assert runs == [f"-m pytest {name}", f"-m pytest --cpu --quick {name}"]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", name],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout
+
+
 def test_documentation_is_published_from_the_default_branch_where_that_is_wanted():
     docs = load(GITHUB / "workflows" / "docs.yml")
     build, publish = docs["jobs"]["build"], docs["jobs"]["publish"]
