@@ -9,7 +9,8 @@
 //          latency).
 //   two    Each thread loads all of its elements before it uses the first, then computes, then
 //   four   stores. The elements are independent, so their loads are in flight together, and the
-//   eight  FMAs of one element fill the four clocks of latency between the FMAs of another.
+//   eight  FMAs of one element fill the latency between those of another; but here memory sets the
+//          time (ch08/fma_chains.cu has FMAs alone).
 //
 // Every access stays 4 bytes wide and neighbouring lanes access neighbouring floats, so coalescing
 // is the same in all rungs. (Wider accesses reach as many bytes in flight with fewer instructions:

@@ -2,8 +2,8 @@
 //
 // The matrix has 128 rows, and each thread transforms one column: seven stages of 64 butterflies
 // (a, b) -> (a + b, a - b), after which every output depends on every input. All 128 values are
-// live throughout, as in a GEMM whose threads hold 128 accumulators, so a thread needs more than
-// 160 of the SM's 65536 registers. Both kernels are launched with blocks of 128 threads.
+// live throughout, as in a GEMM whose threads hold 128 accumulators, so a thread needs 206
+// of the SM's 65536 registers. Both kernels are launched with blocks of 128 threads.
 //
 //   any_block   __launch_bounds__(1024) allows every block size up to the largest. A block of 1024
 //               threads must fit the SM, so the compiler may use 64 registers per thread. The other

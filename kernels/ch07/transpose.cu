@@ -9,8 +9,8 @@
 //               that read it are served one after the other (a 32-way bank conflict): 1024 clocks
 //               per tile, more than device memory takes.
 //   padded      33 words per row: a column touches all 32 banks, and a tile takes 32 clocks.
-//   swizzled    32 words per row, and the element of a column is at place column XOR row: the rows
-//               of a column have different places, hence different banks, without unused words.
+//   swizzled    32 words per row, and element (row, column) is at place column XOR row: along a
+//               column the row varies, so its elements lie in 32 banks, without unused words.
 //   vectors     Tiles of 64 x 64 and 16-byte accesses everywhere. A thread reads 4 x 4 floats,
 //               transposes them in registers, and stores four vectors to shared memory. Padding
 //               would cost 16 bytes per row. XOR with row / 4 permutes the vectors of each row

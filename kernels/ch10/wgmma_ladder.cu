@@ -228,16 +228,17 @@ __device__ void specialised_gemm(const CUtensorMap* a, const CUtensorMap* b,
         fence_mbarrier_init();
     }
     __syncthreads();
-    int stage = 0, parity = 0;
+    int stage = 0, parity = 0;  // the parity flips when the ring of stages wraps
     auto advance = [&] { parity ^= (stage = (stage + 1) % WIDE_STAGES) == 0; };
     if (warpgroup == 0) {  // producer
+        // per warpgroup: 128 x 40 + 256 x 232 registers are as many as 384 x 168
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x != 0) return;
         for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
             const TileOrigin origin = grouped_tile_origin<TILE_MN, WIDE_N>(tile, m, n);
             for (int step = 0; step < steps; ++step, advance()) {
                 const uint32_t a_tile = tiles + stage * WIDE_STAGE_BYTES;
-                wait(&empty[stage], parity ^ 1);
+                wait(&empty[stage], parity ^ 1);  // does not wait in the first turn of the ring
                 arrive_expect_tx(&full[stage], WIDE_STAGE_BYTES);
                 tma_load_2d(a_tile, a, step * TILE_K, origin.row, &full[stage]);
                 tma_load_2d(a_tile + TILE_BYTES, b, step * TILE_K, origin.column, &full[stage]);
@@ -249,12 +250,12 @@ __device__ void specialised_gemm(const CUtensorMap* a, const CUtensorMap* b,
         const uint32_t buffers =
             tiles + WIDE_STAGES * WIDE_STAGE_BYTES + (warpgroup - 1) * 2 * PART_BYTES;
         for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
-            float acc[128];
+            float acc[128];  // not initialised: the first product of a tile overwrites it
             for (int step = 0; step < steps; ++step, advance()) {
                 wait(&full[stage], parity);
                 const uint32_t a_tile = tiles + stage * WIDE_STAGE_BYTES;
                 wgmma_k_tile(acc, a_tile + row * ROW_BYTES, a_tile + TILE_BYTES, step);
-                wgmma_wait<1>();
+                wgmma_wait<1>();  // the product before is complete: release its stage
                 if (step > 0 && threadIdx.x % 32 == 0)
                     arrive(&empty[(stage + WIDE_STAGES - 1) % WIDE_STAGES]);
             }

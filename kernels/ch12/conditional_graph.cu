@@ -3,21 +3,22 @@
 // x solves x + sin(x) / 2 = b per element with small damped steps from 0, until the largest
 // residual is at most `tolerance`: hundreds of steps of a few microseconds, whose number depends on
 // the data. One kernel performs one step. Its last block to finish reduces the blocks' results to a
-// flag (whether another step is needed) and publishes it.
+// flag (whether another step is needed) and publishes it:
 //
-//   host_poll    To device memory. The host copies the flag back and waits after every `burst`
-//                steps, then launches more. With a burst of 1, each step pays for a launch, a copy
-//                and a host wake-up. In a longer burst, steps are guarded: they return at once if
-//                an earlier one has converged.
+//   host_poll    (baseline, poll_every_8) To device memory. The host copies the flag back and waits
+//                after every `burst` steps, then launches more. With a burst of 1, each step pays
+//                for a launch, a copy and a host wake-up. In a longer burst, steps are guarded:
+//                they return at once if an earlier one has converged.
 //   mapped_flag  To mapped pinned host memory, which saves the copy. The host still waits for each
 //                step.
-//   build_graph  To the condition of a WHILE node in a CUDA graph, whose body is a burst of steps.
-//                The GPU decides, and the host launches one graph. Each pass through the body costs
-//                a few microseconds besides its kernels, which a burst of guarded steps divides.
-//   late_poll    To device memory. A graph of a burst of guarded steps ends with a copy of the flag
-//                to the host (`build_burst`). The host launches a burst before it reads the flag of
-//                the one before, so the GPU does not wait for the host. One burst too many runs,
-//                whose steps return at once.
+//   build_graph  (while_node, while_8_steps) To the condition of a WHILE node in a CUDA graph,
+//                whose body is a burst of steps. The GPU decides, and the host launches one graph.
+//                Each pass through the body costs a few microseconds besides its kernels, which a
+//                burst of guarded steps divides.
+//   late_poll    (library arm) To device memory. A graph of a burst of guarded steps ends with a
+//                copy of the flag to the host (`build_burst`). The host launches a burst before it
+//                reads the flag of the one before, so the GPU does not wait for the host. One burst
+//                too many runs, whose steps return at once.
 
 #include <cstdint>
 #include <cuda_runtime.h>

@@ -114,7 +114,7 @@ extern "C" cudaError_t recapture(const float* in, float* out, int rows, cudaStre
         const cudaGraph_t graph = captured(in + row * N, out + row * N);
         const cudaGraphExec_t exec = instantiated(graph);
         cudaGraphLaunch(exec, stream);
-        cudaGraphExecDestroy(exec);  // of a running graph: when it has ended
+        cudaGraphExecDestroy(exec);  // a graph that still runs is destroyed when it has ended
         cudaGraphDestroy(graph);
     }
     return cudaGetLastError();

@@ -231,7 +231,7 @@ def static(slots):
 
 
 def sorted_static(slots):
-    """Sort by the length of the answers, which only an oracle knows beforehand.
+    """Sort by the length of the answers, which a service cannot know beforehand.
 
     Here it follows from the last token of the prompt, because the model's output layer is
     constructed.

@@ -11,12 +11,11 @@ faster than x_fast and slower than the rungs with four columns per thread.
 
 The first baseline is naive, because the mistake is the subject: (row, column) is the order of
 mathematics, (x, y) that of CUDA. The gain of x_fast, 4.6x on an H200, is not 8x, the ratio of the
-sectors. The other warps of the block use the rest of the sectors while they are in a cache, so not
-all of the extra sectors come from device memory: on an H100 they would need more than the copy
-rate. And with one load per thread, x_fast itself reaches only 56 % of the copy rate; the last rung
-is 7.9 times as fast as the first baseline. The limit is the memory bandwidth of one read and one
-write. A kernel that has to access two matrices along different axes, such as a transpose, has no
-such mapping and needs shared memory (ch07/transpose_ladder).
+sectors. The eight warps of a block use the eight floats of each sector, so caches can serve most of
+the extra accesses. And with one load per thread, x_fast itself reaches only 56 % of the copy rate;
+the last rung is 7.9 times as fast as the first baseline. The limit is the memory bandwidth of one
+read and one write. A kernel that has to access two matrices along different axes, such as a
+transpose, has no such mapping and needs shared memory (ch07/transpose_ladder).
 """
 
 import pytest

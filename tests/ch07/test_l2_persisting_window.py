@@ -4,7 +4,7 @@ Each of 16 Mi pairs multiplies a context with an item, as the sampled negatives 
 do: 128 bytes that are needed once, and a row of 32 bytes of a table of 22 MiB in int8. The table
 would fit the L2 cache, 60 MiB on an H200 and 50 on an H100. But between two uses of a row, 98 MB of
 contexts, ids and scores pass through on average, and the cache evicts what has not been used for a
-while. A miss is dear: a lone sector of 32 bytes is a DRAM access of 64.
+while. A miss is expensive: a lone sector of 32 bytes is a DRAM access of 64.
 
 "hints" marks contexts, ids and scores as evict-first, so that their lines make room for each other
 first. "window" leaves the loads as they are and states the policy where the kernel is launched: an

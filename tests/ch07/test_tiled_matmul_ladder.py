@@ -16,8 +16,8 @@ FMAs hide the latency of the loads. cuBLAS with TF32 off, the library arm, is fa
 the last one reaches 0.91 of its speed.
 
 Each rung is measured against the one before it; the first baseline is naive. The matrices are 4096
-x 4096. The limit that is drawn is the rate of the fp32 units; the top rung reaches 72 % of it and
-cuBLAS 79 %. Loads and addresses take a share of the issue slots; what takes the rest was not
+x 4096. The limit that is drawn is the rate of the fp32 units; the top rung reaches 73 % of it and
+cuBLAS 80 %. Loads and addresses take a share of the issue slots; what takes the rest was not
 measured. Tensor cores have a much higher limit (test_tf32_policy.py, test_wgmma_ladder.py), but
 less precision. Small matrices have too few tiles for all SMs.
 """

@@ -7,7 +7,7 @@ compaction): a tenth as many warps compute the function, and the rest of the ker
 reaches 98 % of the copy rate on an H100 and 91 % on an H200; why it reaches less there was not
 examined. A cheaper function is better still: on an H200, a plain branch around one Halley step,
 which computes the same, takes 133 µs, and "compacted" 137. That branch is the library arm of
-"compacted", which loses to it there and is 1 % faster on an H100, and the costly baseline is
+"compacted", which is 3 % slower there and 1 % faster on an H100, and the costly baseline is
 declared naive. "select" lets all lanes compute the function and keeps the result only where it is
 needed (predication). That removes the divergence, but it saves only the warps' branch instructions:
 nearly all warps computed the function before. It gains 2 % on an H200 and nothing on an H100, so

@@ -9,7 +9,7 @@ kernel here. cuBLAS, the library arm, is faster still, by 13 % on an H200 and 17
 because it is free to choose its tiles: it takes tiles of 192 x 192, 13 x 10 = 130 of them, which
 are a single wave without partial sums.
 
-The limit is 2 waves over 133 / 132, 1.985x; an H200 reaches 1.86 and an H100 1.77. The worst case
+The limit is 2 waves over 133 / 132, 1.985x; an H200 reaches 1.88 and an H100 1.77. The worst case
 for whole tiles was chosen on purpose: the gain is smaller the fuller the last wave is and the more
 waves there are, and where the waves are full, the partial sums are all that stream-K adds.
 """

@@ -8,7 +8,7 @@ while threads copy. "tma" loads the tiles with TMA: no thread computes addresses
 signals that the bytes have arrived. "wide" multiplies tiles of 128 x 256; one block per SM now has
 four stages, which take the shared memory of two blocks with three. "specialised" gives the loads to
 a producer warp, and "persistent" lets one block per SM loop over the tiles, so that loads of the
-next tile overlap the epilogue of this one. These two gain nothing (0.998x and 1.004x on an H200,
+next tile overlap the epilogue of this one. These two gain nothing (0.997x and 1.005x on an H200,
 1.001x and 0.990x on an H100), so they claim parity: like "wide", they reach 0.90 to 0.93 of the
 tensor cores' rate. What is left is most likely the epilogue, in which threads store the results:
 "tma_store" shortens it and gains 6 % on an H200 and 8 % on an H100: TMA writes the results while

@@ -16,18 +16,17 @@ items of the slowest, in "chunked" for five. "chunked" takes 4 items per atomicA
 atomics, and a coarser split. It is judged against "queue" and claims parity: an item takes so much
 longer than an atomicAdd that fewer of them gain nothing here.
 
-The three blocks of an SM share its shared memory, whose bandwidth binds: a warp's load from random
-addresses takes about three wavefronts (bank conflicts), so the loads of 24 warps keep it busy. A
-block's largest share, 2.4 times the mean, is therefore no limit: a block runs faster once the
-others on its SM have ended. What counts is the largest share of an SM, 1.6 times the mean. Its last
-block cannot use the whole bandwidth, because each step waits for the one before, so the limit is a
-little higher. These figures are computed, and no counter was read: in a simulation of the loads,
-with one wavefront per cycle and SM and 40 cycles of latency per step, perfect balance would gain
-1.75x and the queue gains 1.4x. Nine tenths of the limit were the aim, and 1.36x is measured on an
-H200: the queue, too, ends with long items that cannot be split. Where the lengths are known,
-starting the longest items first shortens that end, in the simulation to almost nothing. Items of
-equal length gain nothing. Where items are shorter than an atomicAdd, blocks wait for the counter,
-and chunks reduce that.
+The shared memory of an SM, which its three blocks share, is the bottleneck: a load of a warp from
+random addresses takes about three wavefronts (bank conflicts), and 24 warps load. So the SM with
+the most work decides (1.6 times the mean), not the block with the most work (2.4 times), which runs
+faster once the others on its SM have ended. The last block of an SM cannot use the whole bandwidth,
+because each step waits for the one before, so the limit is a little higher. These figures are
+computed, and no counter was read: in a simulation of the loads, with one wavefront per cycle and SM
+and 40 cycles of latency per step, perfect balance would gain 1.75x and the queue gains 1.4x. 1.36x
+is measured on an H200: the queue, too, ends with long items that cannot be split. Where the lengths
+are known, starting the longest items first shortens that end, in the simulation to almost nothing.
+Items of equal length gain nothing. Where items are shorter than an atomicAdd, blocks wait for the
+counter, and chunks reduce that.
 """
 
 import pytest

@@ -7,8 +7,8 @@ the dispatcher take several microseconds per operation, during which the GPU wai
 records the kernels once. Its replay is a single launch, and the GPU starts each node as soon as the
 node before has finished. "torch_graph" captures the eager loop and saves Python, the dispatcher and
 the launches at once. "cpp_graph" captures a C++ loop that launches as many kernels, and is judged
-against that loop, so its gain comes from the launches alone. Beside H200s the C++ loop took 0.7 to
-1.0 ms and the eager one 1.3 to 2.1, beside an H100 0.9 and 1.9: both depend on the host.
+against that loop, so its gain comes from the launches alone. With H200s the C++ loop took 0.7 to
+1.0 ms and the eager one 1.3 to 2.1, with an H100 0.9 and 1.9: both depend on the host.
 
 The claim is judged on wall time, because only the CPU overhead shrinks: the kernels do the same
 work. The 4 KB of data stay in the L2 cache, so the cache is declared warm. A graph is bound to the

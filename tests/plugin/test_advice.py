@@ -26,8 +26,8 @@ COUNTERS = [
     (
         IDLE | {"sectors per load": 4.0, "sectors per store": 32.0},
         (
-            "32 sectors per load or store where 4 to 16 suffice: let neighbouring lanes access "
-            "neighbouring addresses (see ch07/coalesced_copy)"
+            "32 sectors per load or store where 4 to 16 suffice: let neighboring lanes access "
+            "neighboring addresses (see ch07/coalesced_copy)"
         ),
         {"sectors per store": 16.2},
     ),

@@ -144,7 +144,7 @@ RULES: Final[Sequence[Rule]] = (
     Rule(
         "latency-bound", {"sectors per access": (_FULL_SECTORS * _UNCERTAIN, inf)},
         f"{{sectors per access}} sectors per load or store where 4 to {_FULL_SECTORS} suffice: let "
-        "neighbouring lanes access neighbouring addresses",
+        "neighboring lanes access neighboring addresses",
         "ch07/coalesced_copy",
     ),
     Rule(
