@@ -377,7 +377,7 @@ def constant(node: ast.expr) -> Any:
 
 
 def short_name(result: Result) -> str:
-    return result.claim.rpartition("/")[2]
+    return aggregate.short_name(result.claim)
 
 
 def label(result: Result, arm: str, first_arm: str) -> str:

@@ -21,6 +21,7 @@ H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 141 << 30, "58
         ("tests/labs/test_a.py::test_scan", "labs/scan"),
         ("test_add.py::test_add", "add/add"),
         ("tests/ch01/test_a.py::TestGroup::test_b[1-x/y]", "ch01/b[1-x/y]"),
+        ("tests/ch01/test_a.py::TestGroup::test_b[aten::mm]", "ch01/b[aten::mm]"),
         ("tests/ch01/test_a.py::test_b[ranks=4]", "ch01/b"),
         ("tests/ch01/test_a.py::test_b[x-ranks=4]", "ch01/b[x]"),
         ("tests/ch01/test_a.py::test_b[ranks=4-x]", "ch01/b[ranks=4-x]"),

@@ -79,6 +79,20 @@ def rows(results, width=120, **options):
     return [line.split() for line in terminal.table(results, width, **options)]
 
 
+def test_a_slash_in_a_parameter_ends_no_folder():
+    alone = result("ch07/load[a/b]")
+    rungs = [
+        dataclasses.replace(r, claim=f"ch07/sum[{name}-c/d]", ladder="ch07/sum[size=c/d]")
+        for name, r in zip(("two", "four"), ladder(two=4e-3, four=1e-3), strict=True)
+    ]
+    lines = rows([alone, *rungs])
+    assert lines[1] == ["ch07", "(h200)"]
+    names = {"load[a/b]", "sum[size=c/d]", "two-c/d", "four-c/d"}
+    assert {line[0] for line in lines[2:6]} == names
+    assert "\n| load\\[a/b\\] |" in markdown.tables([alone])
+    assert '"name mono">load<wbr>[a/<wbr>b]<' in views.speedups([alone])
+
+
 def test_a_ladder_is_one_block_in_the_order_of_its_rungs():
     lines = rows([*reversed(ladder(two=4e-3, four=1e-3)), result("ch07/alone")])
     assert lines[0][7:9] == ["over", "first"]

@@ -83,7 +83,8 @@ def claim_id(nodeid: str) -> str:
     nodeid = _RANKS_ID.sub(lambda ranks: "" if ranks[1] == "[" else "]", nodeid)
     path, _, rest = nodeid.partition("::")
     folder, _, file = path.rpartition("/")
-    function, bracket, param = rest.rpartition("::")[2].partition("[")
+    test, bracket, param = rest.partition("[")  # first: a parameter may contain "::"
+    function = test.rpartition("::")[2]
     folder = folder.rpartition("/")[2] or file.removesuffix(".py").removeprefix("test_")
     return f"{folder}/{function.removeprefix('test_')}{bracket}{param}"
 

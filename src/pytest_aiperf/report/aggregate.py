@@ -89,7 +89,13 @@ def is_undecided(result: Result) -> bool:
 
 def folder(result: Result) -> str:
     """Return the folder of a claim's test; reports show one chapter per folder."""
-    return result.claim.rpartition("/")[0] or "."
+    return result.claim.partition("[")[0].rpartition("/")[0] or "."
+
+
+def short_name(name: str) -> str:
+    """Return the id of a claim or of a ladder without its folder; a parameter may contain "/"."""
+    test, bracket, parameter = name.partition("[")
+    return test.rpartition("/")[2] + bracket + parameter
 
 
 def ladders(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:

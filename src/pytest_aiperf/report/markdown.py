@@ -89,4 +89,4 @@ def _picture(rungs: Sequence[Result]) -> str:
 
 
 def _table(results: Sequence[Result]) -> str:
-    return terminal.grid(results, lambda r: r.claim.rpartition("/")[2], ("rate", "expected"))
+    return terminal.grid(results, lambda r: aggregate.short_name(r.claim), ("rate", "expected"))

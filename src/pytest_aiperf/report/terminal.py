@@ -125,12 +125,12 @@ def _block(rungs: Sequence[Result]) -> Iterator[list[str]]:
     baseline if that is the first arm, or the rung before: then a row above shows it.
     """
     if not rungs[0].ladder or len(rungs) == 1:
-        yield from ([f"  {r.claim.rpartition('/')[2]}{_mark(r)}", *cells(r)] for r in rungs)
+        yield from ([f"  {aggregate.short_name(r.claim)}{_mark(r)}", *cells(r)] for r in rungs)
         return
     first_s = aggregate.first_arm_s(rungs)
     unit = next((r.timing.unit for r in rungs if r.timing), "")
     first = si(first_s, unit) if first_s else ""
-    yield [f"  {rungs[0].ladder.rpartition('/')[2]}", first, *[""] * (len(COLUMNS) - 2)]
+    yield [f"  {aggregate.short_name(rungs[0].ladder)}", first, *[""] * (len(COLUMNS) - 2)]
     above = {first}
     for rung in rungs:
         baseline, optimized, *others = cells(rung)

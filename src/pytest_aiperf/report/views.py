@@ -145,7 +145,7 @@ def speedups(results: Sequence[Result], link: Link = nowhere) -> "Markup":
             "id": link(r).removeprefix("#"),
             "href": link(r),
             "folder": aggregate.folder(r),
-            "name": r.claim.rpartition("/")[2],
+            "name": aggregate.short_name(r.claim),
             "kind": kind(r),
             "verdict": aggregate.verdict(r),
             "times": arms_text(r),
