@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_aiperf.device import counters
-from pytest_aiperf.errors import CaptureFailed, ToolMissing
+from pytest_aiperf.errors import BuildError, CaptureFailed, ToolMissing
 from pytest_aiperf.model import Gpu
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 141 << 30, "580.1")
@@ -217,11 +217,32 @@ def test_other_code_or_another_machine_has_another_key(other):
     assert counters.key(*other) != counters.key("ch01::test_a", "optimized", "c0de", METRICS, GPU)
 
 
-def test_another_torch_has_another_key(monkeypatch):
+def test_another_torch_triton_or_nvcc_has_another_key(monkeypatch):
     key = functools.partial(counters.key, "ch01::test_a", "optimized", "c0de", METRICS, GPU)
-    before = key()
-    monkeypatch.setattr(counters.metadata, "version", lambda _: "99.0")
-    assert key() != before
+    versions = {"torch": "2.13", "triton": "3.7"}
+    monkeypatch.setattr(counters.metadata, "version", lambda package: versions[package])
+    monkeypatch.setattr(counters, "find_nvcc", lambda: ("/cuda/nvcc", "V13.0.88"))
+    keys = {key()}
+    for package in versions:
+        monkeypatch.setitem(versions, package, "99.0")
+        keys.add(key())
+    monkeypatch.setattr(counters, "find_nvcc", lambda: ("/cuda/nvcc", "V13.1.2"))
+    keys.add(key())
+    assert len(keys) == 4
+
+
+def test_counters_are_kept_without_triton_and_without_nvcc(monkeypatch):
+    def version(package):
+        if package == "torch":
+            return "2.13"
+        raise counters.metadata.PackageNotFoundError(package)
+
+    def find_nvcc():
+        raise BuildError("no nvcc")
+
+    monkeypatch.setattr(counters.metadata, "version", version)
+    monkeypatch.setattr(counters, "find_nvcc", find_nvcc)
+    assert counters.key("ch01::test_a", "optimized", "c0de", METRICS, GPU)
 
 
 @pytest.mark.parametrize("content", ["", "[1.0]", '{"a": "1"}', '{"a": NaN}', "[" * 10_000, "{"])

@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.build.nvcc import default_cache
-from pytest_aiperf.errors import CaptureFailed, ToolMissing, UsageError
+from pytest_aiperf.build.nvcc import default_cache, find_nvcc
+from pytest_aiperf.errors import BuildError, CaptureFailed, ToolMissing, UsageError
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, loads
 
@@ -137,9 +137,15 @@ def flusher(device: Any) -> Callable[[], object]:
 def key(claim: str, arm: str, code: str, metrics: Sequence[str], gpu: Gpu) -> str:
     """Return the cache key of an arm's metrics.
 
-    ``code`` is the hash of the claim's code. Kernels of libraries change with torch's version.
+    ``code`` is the hash of the claim's code. Kernels change with the compiler's version, too, and
+    those of libraries with torch's.
     """
-    parts = [claim, arm, code, gpu.key, gpu.driver, metadata.version("torch"), *sorted(metrics)]
+    tools = [metadata.version("torch")]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        tools.append(metadata.version("triton"))
+    with contextlib.suppress(BuildError):
+        tools.append(find_nvcc()[1])
+    parts = [claim, arm, code, gpu.key, gpu.driver, *tools, *sorted(metrics)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
