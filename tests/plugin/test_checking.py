@@ -150,6 +150,15 @@ def test_good(compare, n):
     done.stdout.no_fnmatch_line("*Traceback*")
 
 
+def test_a_test_file_in_another_encoding(project):
+    """Python reads it as its coding line says; so must each part of a session that reads it."""
+    path = project.tests("# Größe\ndef test_it(compare, nvcc): compare(**usual)")
+    path.write_bytes(f"# coding: latin-1\n{path.read_text()}".encode("latin-1"))
+    project.run().assert_outcomes(passed=1)
+    project.run("--gpu").assert_outcomes(passed=1)
+    assert project.results()["ch07/it"]["code"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

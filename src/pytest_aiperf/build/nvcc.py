@@ -339,10 +339,10 @@ def build_parallel(
     return [future.result() for future in futures]
 
 
-def nvcc_calls(text: str) -> list[tuple[str, tuple[str, ...]]]:
+def nvcc_calls(text: str | bytes) -> list[tuple[str, tuple[str, ...]]]:
     """List the ``nvcc("...")`` calls of a test module that have literal arguments.
 
-    Each is a pair of file name and flags.
+    Each is a pair of file name and flags. Python decodes bytes as the module's coding line says.
     """
     calls: dict[tuple[str, tuple[str, ...]], None] = {}
     for node in ast.walk(ast.parse(text)):

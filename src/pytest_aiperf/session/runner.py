@@ -590,7 +590,7 @@ def _import_ahead(items: Sequence[pytest.Item], *, traces: bool) -> None:
     import_module(".fixtures", __package__)
     stats.t_quantile(0.995, 7)  # imports scipy
     # torch's profiler imports it, too: each claim on a GPU would need up to four seconds for it
-    compiles = any("torch.compile(" in file.read_text() for file in {item.path for item in items})
+    compiles = any(b"torch.compile(" in file.read_bytes() for file in {item.path for item in items})
     if compiles or (traces and "torch" in sys.modules):
         import_module("torch._inductor")
 

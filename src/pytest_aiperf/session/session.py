@@ -123,7 +123,7 @@ class Session:
         for item in items:
             if list(item.iter_markers("skip")):
                 continue
-            for name, flags in nvcc.nvcc_calls(item.path.read_text(encoding="utf-8")):
+            for name, flags in nvcc.nvcc_calls(item.path.read_bytes()):
                 source = nvcc.find_source(name, self.roots(item))
                 for arch in self.archs(item) if source else ():
                     assert source is not None

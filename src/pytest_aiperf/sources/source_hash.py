@@ -37,7 +37,7 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
 
 def _named_in_imports(module: ModuleType) -> Iterator[ModuleType]:
     """Yield the loaded modules that a module's import statements name."""
-    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             relative = "." * node.level + (node.module or "")
