@@ -238,6 +238,35 @@ def test_expectations_from_their_first_writing_to_a_loss(project):
     assert project.results()["ch07/faster"]["expectation"]["stale"] is False
 
 
+def test_the_code_of_a_claim_includes_the_fixtures_that_it_uses(project):
+    """Two files are called conftest.py: the claim uses a fixture of one of them."""
+
+    def code(arm, other):
+        unused = f"import pytest\n@pytest.fixture\ndef other(): return {other}"
+        project.write("conftest.py", unused)
+        project.write(
+            "ch07/conftest.py",
+            f"""
+import pytest
+from tests.fake_gpu import spend
+
+def double(x):
+    spend({arm}e-6)
+    return x * 2
+
+@pytest.fixture
+def arm(): return double
+""",
+        )
+        project.run("--gpu", "--quick").assert_outcomes(passed=1)
+        return project.results()["ch07/it"]["code"]
+
+    project.tests("def test_it(compare, arm): compare(**usual | {'optimized': arm})")
+    first = code(100, 1)
+    assert code(100, 2) == first
+    assert code(50, 2) != first
+
+
 def test_what_a_human_requires_is_held(project):
     project.tests(
         "def test_low(compare): compare(**usual)\n"

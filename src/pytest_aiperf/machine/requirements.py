@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -30,16 +30,27 @@ _PLUGIN = f"{__package__.partition('.')[0]}.plugin"
 
 def fixtures_of(item: pytest.Item) -> frozenset[str]:
     """Return the plugin's fixtures that an item uses, not a user's own of the same name."""
+    return frozenset(
+        name
+        for name, definition in fixture_definitions(item, FIXTURES)
+        if definition.func.__module__ == _PLUGIN
+    )
+
+
+def fixture_definitions(
+    item: pytest.Item, names: frozenset[str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the definition of each fixture, or of those in ``names``, of an item.
+
+    A fixture that overrides another of its name and uses it has several definitions.
+    """
     # pytest has no public API that tells, before setup, which function provides a fixture
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    used = set()
-    for name in FIXTURES & definitions.keys():
+    for name in definitions if names is None else names & definitions.keys():
         for definition in reversed(definitions[name]):  # overrides come last
-            if definition.func.__module__ == _PLUGIN:
-                used.add(name)
+            yield name, definition
             if name not in definition.argnames:  # the override does not use the overridden one
                 break
-    return frozenset(used)
 
 
 def is_claim(item: pytest.Item) -> bool:

@@ -1,16 +1,19 @@
 """One test in the process that runs it: its GPUs, device, lock, kernels and record."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from pytest_aiperf.build.nvcc import Nvcc
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import UsageError
+from pytest_aiperf.machine import requirements
 from pytest_aiperf.machine.distributed import TorchRankGroup
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.machine.requirements import REQUIREMENTS, run_id
@@ -99,9 +102,14 @@ class ItemContext:
         return Nvcc(session.roots(item), session.archs(item), session.include(), bool(self.gpus))
 
     def files(self) -> list[Path]:
-        """List the claim's source files: test, kernels with headers, imported project modules."""
-        item = self.item
-        imported = source_hash.files(getattr(item, "module", None), item.config.rootpath)
+        """List the claim's source files: test, kernels with headers, imported project modules.
+
+        Modules that define the test's fixtures, such as a conftest.py, count as imported. A
+        conftest.py without any fixture of the test is left out: it does not change the arms.
+        """
+        item, root = self.item, self.item.config.rootpath
+        modules = dict.fromkeys([getattr(item, "module", None), *_fixture_modules(item)])
+        imported = [path for module in modules for path in source_hash.files(module, root)]
         return [item.path, *self.nvcc.sources, *imported]
 
     def new_result(self) -> Result:
@@ -152,3 +160,13 @@ class ItemContext:
         return capture.CaptureRequest(
             tool, preset, folder, command, settings.deadline_s, calls, seed
         )
+
+
+def _fixture_modules(item: pytest.Item) -> list[ModuleType]:
+    """Return the modules that define the fixtures of a test."""
+    functions = [definition.func for _, definition in requirements.fixture_definitions(item)]
+    namespaces = {id(getattr(inspect.unwrap(f), "__globals__", None)) for f in functions}
+    # several modules may be called "conftest": sys.modules has only one of them
+    loaded = [*item.config.pluginmanager.get_plugins(), *sys.modules.values()]
+    modules = {id(m): m for m in loaded if isinstance(m, ModuleType)}
+    return [m for m in modules.values() if id(vars(m)) in namespaces]
