@@ -519,15 +519,19 @@ def test_a_rung_that_is_not_met_is_confirmed_with_its_ladder(project):
 
 
 @pytest.mark.parametrize("scope", ["function", "module"])
-def test_a_fixture_lives_until_its_rungs_are_timed(project, scope):
+@pytest.mark.parametrize(
+    "teardown",
+    ["yield held\n    held.clear()", "request.addfinalizer(held.clear)\n    return held"],
+    ids=["yield", "finalizer"],
+)
+def test_a_fixture_lives_until_its_rungs_are_timed(project, teardown, scope):
     """Rungs that share one from their module are timed together, rungs with their own apart."""
     project.tests(
         f"""
 @pytest.fixture(scope="{scope}")
-def resource():
+def resource(request):
     held = [2]
-    yield held
-    held.clear()
+    {teardown}
 
 @pytest.mark.parametrize("rung", [100, 50])
 def test_ladder(compare, resource, rung):
@@ -543,6 +547,27 @@ def test_ladder(compare, resource, rung):
         for r in project.results().values()
     ]
     assert (blocks[0] == blocks[1]) == (scope == "module")
+
+
+def test_a_finalizer_that_no_fixture_adds_itself_is_named_as_a_cause(project):
+    project.tests(
+        """
+def until_the_end(request, held):
+    request.addfinalizer(held.clear)
+    return held
+
+@pytest.fixture
+def resource(request):
+    return until_the_end(request, [2])
+
+@pytest.mark.parametrize("rung", [100, 50])
+def test_ladder(compare, resource, rung):
+    compare(**usual | {"optimized": lambda x: x * resource[0]})
+"""
+    )
+    done = project.run("--gpu", "--quick")
+    done.assert_outcomes(failed=2)
+    done.stdout.fnmatch_lines(["resource: changed *not in a finalizer that a function*"])
 
 
 def test_a_shard_holds_whole_ladders(project):

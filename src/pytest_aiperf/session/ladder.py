@@ -84,14 +84,18 @@ def ladders(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     }
 
 
-def torn_down(item: pytest.Item) -> str:
-    """Return the name of a fixture that is torn down with the test; "" if there is none.
+def torn_down(item: pytest.Item) -> bool:
+    """Whether a fixture, or a finalizer that the test adds, is torn down with the test.
 
     The rungs of such a test are measured one by one: the first run of the test's body would tear
     the fixture down before the arms are timed.
     """
-    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    for name, (*_, definition) in definitions.items():
-        if definition.scope == "function" and inspect.isgeneratorfunction(definition.func):
-            return str(name)
-    return ""
+    definitions = (definition for _, definition in requirements.fixture_definitions(item))
+    functions = [definition.func for definition in definitions if definition.scope == "function"]
+    return any(map(_tears_down, [*functions, getattr(item, "obj", None)]))
+
+
+def _tears_down(function: Callable[..., object] | None) -> bool:
+    """Whether a fixture yields its value, or a function adds a finalizer itself."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return inspect.isgeneratorfunction(function) or "addfinalizer" in names

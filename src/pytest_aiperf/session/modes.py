@@ -122,8 +122,9 @@ def _late_binding(names: Sequence[str]) -> UsageError | None:
         return None
     return UsageError(
         f"{', '.join(names)}: changed since this test called compare(), and an arm may depend on "
-        "it. All rungs of a ladder are timed together, after their tests have called compare(): "
-        "give the arm what it needs with functools.partial"
+        "it. All rungs of a ladder are timed together, after their tests have called compare() and "
+        "their fixtures were torn down: give the arm what it needs with functools.partial, and let "
+        "a fixture tear down after a yield, not in a finalizer that a function adds for it"
     )
 
 
