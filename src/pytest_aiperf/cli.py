@@ -630,9 +630,19 @@ def accept(given: argparse.Namespace) -> int:
 def merge(given: argparse.Namespace) -> int:
     """Merge the results of the shards of a run; the last result of a claim counts.
 
-    Every record is validated, so files of unknown origin may be merged.
+    A claim that one part did not run and another did has the other's result only. Every record is
+    validated, so files of unknown origin may be merged.
     """
-    merged = {(r.claim, r.key): r for path in given.parts for r in read_results(path)}
+    records = [result for path in given.parts for result in read_results(path)]
+    ended = [r for r in records if r.outcome is not Outcome.NOT_RUN]
+    # a claim that an interrupted run did not reach has no key
+    known = {(journal.id_in_run(r), key) for r in ended for key in (r.key, "")}
+    lost = [
+        r
+        for r in records
+        if r.outcome is Outcome.NOT_RUN and (journal.id_in_run(r), r.key) not in known
+    ]
+    merged = {(r.claim, r.key): r for r in [*lost, *ended]}
     for claim, key in merged:
         if not claim.isprintable():
             raise UsageError(f"{claim!r} is not a claim's name: it contains a control character")

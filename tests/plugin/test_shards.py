@@ -15,6 +15,7 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome
 from pytest_aiperf.records import shards
 from pytest_aiperf.records.journal import Run, open_run
+from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 
@@ -226,6 +227,34 @@ def test_of_two_shards_a_later_outcome_counts(night, capsys):
     assert complete(path, capsys)[1].splitlines() == [
         "no outcome: ch06/a",
         "2 claims: 1 NOT_RUN, 1 PASSED",
+    ]
+
+
+def test_a_merged_result_replaces_the_record_of_a_claim_that_did_not_run(tmp_path, capsys):
+    """A run that ends early records claims without a result, some without the kind of GPU."""
+    bare = {"timing": None, "speedup": None, "library": None, "verdict": None}
+
+    def not_run(claim, key=""):
+        return result(claim, outcome=Outcome.NOT_RUN, key=key, **bare)
+
+    parts = {
+        "early": [result("a/x"), not_run("a/y"), not_run("a/z"), not_run("a/w", "b200")],
+        "late": [not_run("a/x"), result("a/y"), not_run("a/z"), result("a/w")],
+        "budget": [not_run("a/x", "h200")],
+    }
+    for name, records in parts.items():
+        document = {"aiperf_untimed": [to_json(r) for r in records]}
+        (tmp_path / name).write_text(json.dumps(document))
+    merged = tmp_path / "merged.json"
+    assert main(["merge", *(str(tmp_path / name) for name in parts), "-o", str(merged)]) == 0
+    assert capsys.readouterr().out.startswith("5 claims written")
+    found = [(r.claim, r.key, r.outcome is Outcome.PASSED) for r in read_results(merged)]
+    assert sorted(found) == [
+        ("a/w", "b200", False),
+        ("a/w", "h200", True),
+        ("a/x", "h200", True),
+        ("a/y", "h200", True),
+        ("a/z", "", False),
     ]
 
 
