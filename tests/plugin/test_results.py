@@ -168,6 +168,18 @@ def test_accepted_results_join_those_of_other_claims(tmp_path):
     assert path.read_text() == "{"
 
 
+def test_an_accepted_ladder_replaces_the_claim_that_it_was(tmp_path):
+    def accept(*claims):
+        results.merge_results(tmp_path, [result(claim) for claim in claims], {})
+        return [r.claim for r in results.read_results(tmp_path / "h200.json")]
+
+    assert accept("a/x", "a/xy", "a/y[1]") == ["a/x", "a/xy", "a/y[1]"]
+    assert accept("a/x[a]") == ["a/x[a]", "a/xy", "a/y[1]"]
+    assert accept("a/x[b]") == ["a/x[a]", "a/x[b]", "a/xy", "a/y[1]"]
+    assert accept("a/x", "a/y") == ["a/x", "a/xy", "a/y"]
+    assert accept("a/y", "a/y[HIDDEN]") == ["a/x", "a/xy", "a/y", "a/y[HIDDEN]"]
+
+
 def test_the_machine_is_described_without_its_name():
     gpu = Gpu("NVIDIA H200", "h200", "GPU-secret", "sm90", 132, 1, 1, "580.1")
     info = results.machine_info([gpu])

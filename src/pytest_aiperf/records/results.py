@@ -222,7 +222,10 @@ def document_text(content: Mapping[str, Any]) -> str:
 
 
 def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str, Any]) -> None:
-    """Write results into the file of their GPU, ``<key>.json``, and keep the other claims in it."""
+    """Write results into the file of their GPU, ``<key>.json``, and keep the other claims in it.
+
+    A claim that has become a ladder, or was one, is dropped: it names no test any more.
+    """
     new: dict[str, list[Result]] = {}
     for result in results:
         # remove the GPU's UUID, because these files are published
@@ -231,7 +234,10 @@ def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str,
     for key, new_results in new.items():
         path = folder / f"{key}.json"
         old_results = read_results(path) if path.exists() else []
-        merged = {result.claim: result for result in [*old_results, *new_results]}
+        shapes = {result.claim.partition("[")[:2] for result in new_results}
+        renamed = {(test, "" if bracket else "[") for test, bracket in shapes} - shapes
+        kept = [r for r in old_results if r.claim.partition("[")[:2] not in renamed]
+        merged = {result.claim: result for result in [*kept, *new_results]}
         content = document([merged[c] for c in sorted(merged)], machine, datetime.now(UTC))
         atomic_write(path, document_text(content))
 
