@@ -230,7 +230,7 @@ def pytest_make_collect_report(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     try:
         _prepare(config, items)
-    except AiperfError as error:
+    except (AiperfError, pytest.PytestWarning) as error:  # a warning is raised with -W error
         if not hasattr(config, "workerinput"):
             raise pytest.UsageError(str(error)) from None
         items.clear()  # xdist loses a worker's exception, but shows a failed collection
@@ -256,8 +256,13 @@ def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
             for item in items:
                 item.add_marker(pytest.mark.timeout(0), append=False)
     claims = requirements.claims_of(items)
-    for claim, first, second in requirements.duplicates(claims):
-        raise UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
+    if shared := requirements.duplicates(claims):
+        claim, first, second = shared[0]
+        problem = f"two claims are called {claim}: {first} and {second}; rename one"
+        if session is not None:  # records and expectations would not tell them apart
+            raise UsageError(problem)
+        item = next(item for item in items if item.nodeid == second)
+        item.warn(pytest.PytestWarning(f"{problem} before you measure them"))
     if session is not None:
         # A run without claims leaves no results; but a shard does, because its results are merged.
         if session.run is not None and (claims or session.settings.shard):

@@ -159,6 +159,23 @@ def test_a_test_file_in_another_encoding(project):
     assert project.results()["ch07/it"]["code"]
 
 
+def test_two_claims_of_one_name_are_checked_but_not_measured(project):
+    claim = "def test_it(compare): compare(**usual)\n"
+    project.tests(f"{claim}class TestMore:\n    def test_it(self, compare): compare(**usual)")
+    message = "two claims are called ch07/it: *::test_it and *::TestMore::test_it; rename one"
+    for options in ((), ("-n2",)):
+        done = project.run(*options)
+        done.assert_outcomes(passed=2, warnings=len(options) + 1)
+        done.stdout.fnmatch_lines([f"*PytestWarning: {message} before you measure them"])
+    for options in (("--gpu",), ("-Werror",)):
+        done = project.run(*options)
+        assert done.ret == pytest.ExitCode.USAGE_ERROR
+        done.stderr.fnmatch_lines([f"ERROR: {message}*"])
+    done = project.run("--gpu", "-n1")
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    done.stdout.fnmatch_lines([f"{message}"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -169,10 +186,6 @@ def test_a_test_file_in_another_encoding(project):
         (
             "@pytest.mark.host\n@pytest.mark.sm90\ndef test_it(compare): pass",
             "*::test_it: a claim is either for the host or for GPUs*",
-        ),
-        (
-            "def test_it(compare): pass\nclass TestMore:\n    def test_it(self, compare): pass",
-            "*two claims are called ch07/it: *::test_it and *::TestMore::test_it; rename one",
         ),
     ],
 )
