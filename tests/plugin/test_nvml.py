@@ -143,11 +143,17 @@ def test_visible_devices_choose_and_order(driver, spec, expected):
     assert visible_uuids(spec) == [UUIDS[i] for i in expected]
 
 
-@pytest.mark.parametrize("spec", ["3", "0,0", "0,,1", "GPU-aaaa", "MIG-aaaa", "gpu0", "²", "GPU-x"])
+@pytest.mark.parametrize("spec", ["3", "0,0", "0,,1", "GPU-aaaa", "gpu0", "²", "GPU-x"])
 def test_a_value_that_names_no_gpu_is_refused(driver, spec):
     with pytest.raises(
         UsageError, match=r"(?s)CUDA_VISIBLE_DEVICES.*index from 0 to 2.*GPU-bbbb3333"
     ):
+        visible_uuids(spec)
+
+
+@pytest.mark.parametrize("spec", ["MIG-aaaa1111-2222", "0,MIG-GPU-aaaa1111/1/0"])
+def test_a_mig_instance_is_refused(driver, spec):
+    with pytest.raises(UsageError, match=r"'MIG-.*' is a MIG instance.*measured on whole GPUs"):
         visible_uuids(spec)
 
 

@@ -168,6 +168,12 @@ def _select(spec: str | None, uuids: Sequence[str]) -> list[str]:
     for word in (w.strip() for w in spec.split(",")) if spec.strip() else ():
         if word in _LIST_END:
             break
+        if word.startswith("MIG-"):
+            raise UsageError(
+                f"CUDA_VISIBLE_DEVICES={spec!r}: {word!r} is a MIG instance, a slice of a GPU, and "
+                "claims are measured on whole GPUs only: name a GPU on which MIG is off "
+                "(nvidia-smi -mig 0 turns it off)"
+            )
         if word.isdecimal():
             matches = list(uuids[int(word) : int(word) + 1])
         else:
