@@ -63,6 +63,26 @@ def test_a_required_library_arm_is_missed_without_measuring(project, figures):
     done.stdout.fnmatch_lines([message])
 
 
+@pytest.mark.parametrize(
+    ("marker", "figures", "why"),
+    [
+        ("", "{share: 0.8}", "compare() has no work=: add it, or remove `share` from `require`"),
+        ("", "{h100: {share: 0.8}}", "compare() has no work=: add it, or remove `share` from *"),
+        ("@pytest.mark.host\n", "{share: 0.8}", "hosts have no limit: remove `share` from *"),
+    ],
+)
+def test_a_required_share_without_a_limit_is_missed_without_measuring(
+    project, marker, figures, why
+):
+    metric = ", metric='wall'" if marker else ""
+    project.tests(f"{marker}def test_it(compare): compare(**usual{metric})")
+    project.write("expectations.yaml", f"schema: 1\nclaims:\n  ch07/it:\n    require: {figures}\n")
+    done = project.run()
+    done.assert_outcomes(failed=1)
+    message = f"expectations.yaml requires a share of the limit of ch07/it, but {why}"
+    done.stdout.fnmatch_lines([message])
+
+
 def test_collecting_needs_no_gpu_and_leaves_nothing(project):
     project.tests("def test_it(compare): compare(**usual)")
     project.fake(gpus=0)

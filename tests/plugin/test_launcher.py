@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -227,6 +228,28 @@ def test_arguments_are_checked_without_a_gpu():
         mix.check(*args[:2], 3.0, *args[3:])
     with pytest.raises(UsageError, match=r"mix\(\) takes 8 arguments .*, not 7"):
         mix.check(*args[1:])
+
+
+@pytest.mark.parametrize(
+    ("strides", "number", "is_refused"),
+    [
+        ((8, 1), 8, False),  # the distance of rows with a gap is an argument
+        ((8, 1), 4, True),
+        ((1, 8), 8, True),  # swapped axes: 8 is probably the size
+        ((8, 2), 8, True),
+    ],
+)
+def test_a_tensor_whose_layout_the_function_cannot_know_is_refused(strides, number, is_refused):
+    source = 'extern "C" int scale(float* a, int n, cudaStream_t s) {}'
+    scale = Kernels("scale.cu", source, None)["scale"]
+    view = tensor(cuda=False)
+    view.is_contiguous, view.stride = lambda: False, lambda: strides
+    whole = tensor(cuda=False)
+    whole.is_contiguous = lambda: True
+    scale.check(whole, number)
+    expected = pytest.raises(UsageError, match=r"argument 1 of scale\(\) .*\.contiguous\(\)")
+    with expected if is_refused else nullcontext():
+        scale.check(view, number)
 
 
 @pytest.mark.parametrize("count", [0, 7, 9])

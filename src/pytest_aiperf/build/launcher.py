@@ -126,6 +126,7 @@ class Launcher:
             self.check(*args)
             raise NeedsGpu(f"{self.name}() is built, but its results can only be checked on a GPU")
         self._check_count(args)
+        self._refuse_unknown_strides(args)
         function = self._function
         values = [convert(arg, False) for convert, arg in zip(self._converts, args, strict=True)]
         if status := function(*values, _current_stream()):
@@ -134,6 +135,7 @@ class Launcher:
     def check(self, *args: Any) -> None:
         """Raise UsageError if a launch with these arguments, on the GPU, would be refused."""
         self._check_count(args)
+        self._refuse_unknown_strides(args)
         for convert, arg in zip(self._converts, args, strict=True):
             convert(arg, True)
 
@@ -143,6 +145,25 @@ class Launcher:
                 f"{self.name}() takes {len(self._converts)} arguments (the stream is added to "
                 f"them), not {len(args)}: {self.text}"
             )
+
+    def _refuse_unknown_strides(self, args: Sequence[object]) -> None:
+        """Refuse a tensor whose layout the function cannot know.
+
+        It can know the distance of rows if that is an argument. An n x n tensor with swapped axes
+        has the stride n, which looks like its size, so it is always refused.
+        """
+        numbers = {arg for arg in args if type(arg) is int}
+        for number, arg in enumerate(args, 1):
+            is_contiguous = getattr(arg, "is_contiguous", None)
+            if is_contiguous is None or is_contiguous():
+                continue
+            strides: Sequence[int] = arg.stride()  # type: ignore[attr-defined]
+            if strides[-1] != 1 or not numbers.intersection(strides[:-1]):
+                raise UsageError(
+                    f"argument {number} of {self.name}() is a tensor with the strides "
+                    f"{tuple(strides)}, which a pointer does not carry: pass it .contiguous(), or "
+                    f"pass the distance of its contiguous rows as well: {self.text}"
+                )
 
     @functools.cached_property
     def _function(self) -> Any:

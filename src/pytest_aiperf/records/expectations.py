@@ -96,11 +96,11 @@ class Expectations:
         figures = asdict(next(found, Require()))
         return replace(entry.require, **{k: x for k, x in figures.items() if x is not None})
 
-    def requires_library(self, claim: str) -> bool:
-        """Whether a claim needs a library arm, because its entry requires a ratio to it."""
+    def requires(self, claim: str, figure: str) -> bool:
+        """Whether the entry of a claim requires a figure, such as "library", on any machine."""
         entry = self.claims.get(claim, ClaimEntry())
         required = (entry.require, *entry.require_on.values())
-        return any(require.library is not None for require in required)
+        return any(getattr(require, figure) is not None for require in required)
 
 
 def _names(key: str, arch: str) -> tuple[str, str]:

@@ -36,7 +36,7 @@ def run(claim: Claim, context: ItemContext) -> Result:
     if required.host:
         refuse_gpu_figures(claim)
     _refuse_other_baseline(claim, context)
-    _refuse_missing_library(claim, context)
+    _refuse_impossible_requirements(claim, context)
     checks = not settings.measure and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(
         getattr(arm, "needs_gpu", False) for arm in claim.arms.values()
@@ -145,13 +145,21 @@ def _refuse_other_baseline(claim: Claim, context: ItemContext) -> None:
     earlier[index] = identity(claim.arms["optimized"])
 
 
-def _refuse_missing_library(claim: Claim, context: ItemContext) -> None:
-    """Refuse a claim without the library arm that its entry in expectations.yaml requires."""
-    name = claim_id(context.item.nodeid)
-    if "library" not in claim.arms and context.session.expectations.requires_library(name):
+def _refuse_impossible_requirements(claim: Claim, context: ItemContext) -> None:
+    """Refuse a claim that lacks what its entry in expectations.yaml is judged by."""
+    name, file = claim_id(context.item.nodeid), context.settings.expectations.name
+    requires = context.session.expectations.requires
+    if "library" not in claim.arms and requires(name, "library"):
         raise UsageError(
-            f"{context.settings.expectations.name} requires a ratio to the library of {name}, but "
-            "compare() has no library= arm: add one, or remove `library` from `require`"
+            f"{file} requires a ratio to the library of {name}, but compare() has no library= arm: "
+            "add one, or remove `library` from `require`"
+        )
+    if requires(name, "share") and (claim.work is None or context.requirements.host):
+        why = "hosts have no limit" if context.requirements.host else "compare() has no work="
+        remedy = "" if context.requirements.host else "add it, or "
+        raise UsageError(
+            f"{file} requires a share of the limit of {name}, but {why}: {remedy}remove `share` "
+            "from `require`"
         )
 
 
