@@ -234,8 +234,8 @@ def _add_judge(subcommands: Any) -> None:
     add("solution", metavar="SOLUTION", type=Path, nargs="?", help=text)
     add("--cpu", action="store_true", help="measure on the host, even if there is a GPU")
     add("--gpu", action="store_true", help="measure on the GPU, and fail without one")
-    text = "device: GPU time; wall: what a caller waits (default: %(default)s)"
-    add("--metric", choices=("device", "wall"), default="device", help=text)
+    text = "device: GPU time; wall: what a caller waits (default: device; wall on the host)"
+    add("--metric", choices=("device", "wall"), help=text)
     add("--quick", action="store_true", help="fewer replicates, wider intervals")
     text = "precision in which a solution may compute, if the problem states no tolerance"
     add("--tolerance", choices=get_args(PrecisionName), help=text)

@@ -383,6 +383,28 @@ def test_a_gpu_that_is_not_there_is_refused(capfd, monkeypatch):
     assert "judge: there is no NVIDIA GPU here: " in capfd.readouterr().err
 
 
+def test_without_a_gpu_the_host_is_measured_and_a_note_says_so(capfd, monkeypatch):
+    monkeypatch.setattr(judging.nvml, "visible", list)
+    pair = (JUDGED / "plain/norms/problem.py", JUDGED / "plain/norms/solution_same.py")
+    words = ["judge", *map(str, pair), "--quick"]
+    note = "    note: no GPU: measured on the host (wall time)\n"
+    assert cli.main(words) in (0, 1)
+    assert note in capfd.readouterr().out
+    assert cli.main([*words, "--cpu"]) in (0, 1)
+    assert note not in capfd.readouterr().out
+
+
+def test_gpu_time_is_not_measured_on_the_host(capfd, monkeypatch):
+    monkeypatch.setattr(judging.nvml, "visible", list)
+    pair = (JUDGED / "plain/norms/problem.py", JUDGED / "plain/norms/solution_same.py")
+    words = ["judge", *map(str, pair), "--quick", "--metric", "device"]
+    assert cli.main(words) == 2
+    text = "judge: --metric device is the time of a GPU, and there is none here: "
+    assert text in capfd.readouterr().err
+    assert cli.main([*words, "--cpu"]) == 2
+    assert "is the time of a GPU: leave out this option, or --cpu" in capfd.readouterr().err
+
+
 def test_a_folder_without_pairs_is_refused(tmp_path, capsys):
     assert cli.main(["judge", str(tmp_path), "--cpu"]) == 2
     assert "has no problem with a solution" in capsys.readouterr().err

@@ -91,7 +91,8 @@ class Options:
     """How to judge; the same for all pairs of a folder."""
 
     device: Literal["cuda", "cpu"] | None = None  #: The first GPU, or the host without one.
-    metric: Literal["device", "wall"] = "device"  #: The time that counts.
+    metric: Literal["device", "wall"] | None = None
+    """The time that counts; None for the GPU time or, on the host, wall time."""
     quick: bool = False
     tolerance: PrecisionName | None = None  #: For problems that state none.
     cap: PrecisionName = "bf16"  #: Widest tolerance that counts.
@@ -161,6 +162,13 @@ def judge(
     """
     if options.device == "cuda" and not nvml.visible():
         raise UsageError(f"there is no NVIDIA GPU here: {nvml.absence()}; use --cpu")
+    if options.metric == "device" and options.device == "cpu":
+        raise UsageError("--metric device is the time of a GPU: leave out this option, or --cpu")
+    if options.metric == "device" and not nvml.visible():
+        raise UsageError(
+            f"--metric device is the time of a GPU, and there is none here: {nvml.absence()}; leave "
+            "out this option to measure wall time on the host"
+        )
     started = time.monotonic()
     seed = secrets.randbelow(2**30) if options.seed is None else options.seed
     blank = Judgement(str(problem), str(solution), BROKEN, seed=seed)
@@ -375,7 +383,9 @@ class _Judging:
             self._refuse_tampering(settings, known)
         if problem:
             self._diagnose_wrong(pair.cases[0], pair, problem)
-        notes = list(pair.notes)
+        on_host = self.gpu is None and self.options.device is None
+        notes = ["no GPU: measured on the host (wall time)"] if on_host else []
+        notes += pair.notes
         measured = []
         for case in pair.cases:
             self._begin(f"measuring {case.name}".strip())
@@ -479,7 +489,7 @@ class _Judging:
             inputs=case.inputs,
             reference=case.reference,
             work=work,
-            metrics=(Metric(self.options.metric) if self.gpu else Metric.WALL,),
+            metrics=(Metric(self.options.metric or "device") if self.gpu else Metric.WALL,),
             cache=cache,
             precision=pair.precision,
         )
