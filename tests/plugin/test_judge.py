@@ -405,6 +405,42 @@ def test_gpu_time_is_not_measured_on_the_host(capfd, monkeypatch):
     assert "is the time of a GPU: leave out this option, or --cpu" in capfd.readouterr().err
 
 
+NEEDS_GPU = {
+    "Triton": ("""
+import torch
+import triton
+
+@triton.jit
+def nothing(x):
+    pass
+
+def solution(x):
+    nothing[(1,)](x)
+    return x
+""", "solution.py launches a Triton kernel, which needs an NVIDIA GPU; there is none here"),
+    "CUDA": ("""
+def solution(x):
+    raise RuntimeError("Found no NVIDIA driver on your system")
+""", "solution.py needs an NVIDIA GPU ({}/solution.py:3: RuntimeError: Found no NVIDIA driver on "
+     "your system); there is none here"),
+    "import": ("""
+raise RuntimeError("0 active drivers ([]). There should only be one.")
+def solution(x): ...
+""", "solution.py launches a Triton kernel, which needs an NVIDIA GPU; there is none here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDS_GPU)
+def test_a_solution_that_needs_a_gpu_is_not_broken(name, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(judging.nvml, "visible", list)
+    code, message = NEEDS_GPU[name]
+    problem = JUDGED / "plain/norms/problem.py"
+    (tmp_path / "solution.py").write_text(code)
+    assert cli.main(["judge", str(problem), str(tmp_path / "solution.py"), "--quick"]) == 2
+    lines = capfd.readouterr().out.splitlines()
+    assert lines == [f"UNUSABLE      {tmp_path}/solution.py", f"    {message.format(tmp_path)}"]
+
+
 def test_a_folder_without_pairs_is_refused(tmp_path, capsys):
     assert cli.main(["judge", str(tmp_path), "--cpu"]) == 2
     assert "has no problem with a solution" in capsys.readouterr().err

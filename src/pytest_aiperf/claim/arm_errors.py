@@ -21,6 +21,11 @@ def needs_gpu(error: BaseException) -> bool:
     return _NEEDS_GPU.search(str(error)) is not None
 
 
+def is_triton_launch(error: BaseException) -> bool:
+    """Whether an error is Triton's when it launches a kernel without a GPU, or on a CPU tensor."""
+    return _NOT_INTERPRETED.search(str(error)) is not None
+
+
 @contextmanager
 def explained(name: str, *, on_cpu: bool) -> Iterator[None]:
     """In errors that are typical of checks on the CPU, name the arm that failed and a remedy."""
@@ -38,7 +43,7 @@ def _explain(name: str, error: Exception) -> str:
     what = str(error).strip().partition("\n")[0]
     if type(error).__name__ == "InterpreterError":  # by name, so that Triton is not imported
         return f"{name}, in Triton's interpreter: {_in_kernel(error)}"
-    if _NOT_INTERPRETED.search(what):
+    if is_triton_launch(error):
         return (
             f"{name} launches a Triton kernel on tensors of the CPU, but not in Triton's "
             f"interpreter ({what}): set aiperf_interpret = true and unset TRITON_INTERPRET, or "

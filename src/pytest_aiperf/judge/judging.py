@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Final, Literal, cast
 
+from pytest_aiperf.claim import arm_errors
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.correctness import tensors
 from pytest_aiperf.correctness.accuracy import ERROR_BUDGETS
@@ -356,6 +357,8 @@ class _Judging:
         problem, solution = self.task.path, self.path
         if isinstance(error, _Refused):
             return error.status, str(error)
+        if text := self._missing_gpu(error):
+            return UNUSABLE, text
         if isinstance(error, (SolutionError, FileError)):
             return (UNUSABLE if isinstance(error, FileError) else BROKEN), str(error)
         if forms.passes(solution, error):
@@ -364,6 +367,18 @@ class _Judging:
             return UNUSABLE, forms.located(problem, error)
         last = traceback.format_exception_only(error)[-1].strip()
         return BROKEN, f"{solution}:1: {last}"
+
+    def _missing_gpu(self, error: Exception) -> str:
+        """Return what needs a GPU, if an error on the host is due to its absence."""
+        cause = error.__cause__ or error  # a solution's error at import is wrapped
+        is_triton = arm_errors.is_triton_launch(cause)
+        path = next((p for p in (self.path, self.task.path) if forms.passes(p, cause)), None)
+        if self.gpu or path is None or not (is_triton or arm_errors.needs_gpu(cause)):
+            return ""
+        act = "launches a Triton kernel, which needs" if is_triton else "needs"
+        absent = "leave out --cpu to use it" if nvml.visible() else "there is none here"
+        what = "" if is_triton else f" ({forms.located(path, cause)})"
+        return f"{path.name} {act} an NVIDIA GPU{what}; {absent}"
 
     def _run(self) -> Judgement:
         with suppress(ImportError):
