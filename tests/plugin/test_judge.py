@@ -446,6 +446,19 @@ def test_a_folder_without_pairs_is_refused(tmp_path, capsys):
     assert "has no problem with a solution" in capsys.readouterr().err
 
 
+def test_a_problem_without_its_solution_is_refused(tmp_path, capsys):
+    problem = tmp_path / "problem.py"
+    problem.write_text(PROBLEM)
+    assert cli.main(["judge", str(problem), "--cpu"]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"{problem} is a file: name the solution as well (judge {problem} solution.py), or give "
+        "the folder\n"
+    )
+    assert cli.main(["judge", str(problem), str(tmp_path), "--cpu"]) == 2
+    message = f"{problem} is a file, but {tmp_path} is a folder: name one of its files, or give the"
+    assert message in capsys.readouterr().err
+
+
 def test_solutions_in_a_folder_of_their_own(tmp_path):
     level = tmp_path / "level2"
     runs = tmp_path / "runs"

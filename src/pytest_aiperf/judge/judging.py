@@ -659,6 +659,16 @@ def pairs(folder: Path, solutions: Path | None = None) -> list[tuple[Path, Path]
     in ``NAME.py`` or ``NAME_*.py`` there, and a problem of KernelBench also in files such as
     ``level_1_problem_3_sample_0_kernel.py``.
     """
+    if folder.is_file() and solutions is None:
+        command = f"judge {folder} solution.py"
+        raise UsageError(
+            f"{folder} is a file: name the solution as well ({command}), or give the folder"
+        )
+    if folder.is_file():
+        raise UsageError(
+            f"{folder} is a file, but {solutions} is a folder: name one of its files, or give the "
+            "folder of the problems"
+        )
     found: list[tuple[Path, Path]] = []
     for file in sorted(folder.rglob("*.py")):
         if solutions is None:
