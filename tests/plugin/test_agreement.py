@@ -18,7 +18,7 @@ from pytest_aiperf.correctness.argument_effects import ArgumentEffects
 from pytest_aiperf.correctness.shortcuts import Shortcuts
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.errors import UsageError, WrongResult
-from pytest_aiperf.model import Prepared, prepared
+from pytest_aiperf.model import Prepared, Score, prepared
 
 
 def vector(dtype=torch.float32, n=64):
@@ -228,6 +228,13 @@ def test_an_updated_input_must_follow_the_seed():
 def test_a_call_must_do_something():
     with wrong("returns nothing and changes none", UsageError):
         infer_effects(lambda a, out: None, vector())
+
+
+@pytest.mark.parametrize("returned", [Score(2.0, "req/s", "higher"), (Score(2.0, "s", "lower"),)])
+def test_a_score_alone_is_no_result(returned):
+    message = "the baseline returns only its Score, so no result can be checked: also return the"
+    with wrong(message, UsageError):
+        infer_effects(lambda a, out: returned, vector())
 
 
 def test_names_come_from_a_signature():

@@ -16,6 +16,7 @@ from typing import Any
 
 from pytest_aiperf.device.device import gc_disabled
 from pytest_aiperf.errors import UsageError, WrongResult
+from pytest_aiperf.model import Score
 
 from . import accuracy, contents, tensors
 from .accuracy import Deviation, Expected
@@ -193,7 +194,14 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     )
     expected = accuracy.expect([x for _, x in accuracy.copies(result)], exact=True)
     left = contents_of(inputs.args, effects)
-    del returned, inputs, result, originals
+    values = returned if type(returned) is tuple else (returned,)
+    has_score = any(type(value) is Score for value in values)
+    del returned, inputs, result, originals, values
+    if not expected and has_score:
+        raise UsageError(
+            "the baseline returns only its Score, so no result can be checked: also return the "
+            "values from which it is computed"
+        )
     if not expected:
         raise UsageError(
             "the baseline returns nothing and changes none of its arguments' arrays and numbers "
