@@ -540,6 +540,23 @@ def test_gpu_only(compare):
     assert "GridExecutor" not in done.stdout.str()
 
 
+def test_a_cu_file_is_no_arm(project):
+    project.write("kernels/part/copy.cu", CU)
+    project.tests(
+        "def test_it(compare, nvcc):\n"
+        '    copy = nvcc("part/copy.cu")\n'
+        '    compare(**{**usual, "optimized": copy})'
+    )
+    done = project.run()
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "*optimized= must be the callable that should be faster, not a .cu file: name one of "
+            'its functions, nvcc("part/copy.cu")[[]"again"] (copy, again)'
+        ]
+    )
+
+
 def test_compile_errors_show_the_compiler_and_the_command(project):
     project.write("kernels/bad.cu", CU.replace("return 0;", "return nothing;"))
     project.tests('@pytest.mark.sm90\ndef test_it(compare, nvcc):\n    nvcc("bad.cu")')

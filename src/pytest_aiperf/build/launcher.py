@@ -270,8 +270,9 @@ def _launcher(name: str, signature: Signature, source: str, library: Path | None
 class Kernels:
     """The launchers of one built .cu file, by name."""
 
-    def __init__(self, source: str, text: str, library: Path | None) -> None:
+    def __init__(self, source: str, text: str, library: Path | None, name: str = "") -> None:
         self.source = source
+        self.name = name or Path(source).name  #: The file, as ``nvcc`` takes it.
         self._library = library
         self._declared = declared(text)
 

@@ -401,7 +401,7 @@ class Nvcc:
         self.used += (b for b in builds if b not in self.used)
         text = source.read_text(encoding="utf-8", errors="replace")
         library = builds[0].path if self.load else None
-        return Kernels(display_path(source.absolute()), text, library)
+        return Kernels(display_path(source.absolute()), text, library, name)
 
     @property
     def sources(self) -> list[Path]:

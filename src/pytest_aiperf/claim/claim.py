@@ -35,6 +35,21 @@ MEANINGS: Final = {
 Progress = Callable[..., None]  #: Reports a phase by name, with its figures as keywords.
 
 
+def _given(name: str, value: object) -> str:
+    """Describe a value that is no callable, and which one to give instead of a .cu file."""
+    from pytest_aiperf.build.launcher import Kernels  # imported late: it loads ctypes
+
+    if not isinstance(value, Kernels):
+        return " ".join(reprlib.repr(value).split())  # an array's text has several lines
+    no_function = 'it has no extern "C" function'
+    functions = list(value) or ["NAME"]
+    example = functions[0 if name == "baseline" else -1]
+    return (
+        f'a .cu file: name one of its functions, nvcc("{value.name}")["{example}"] '
+        f"({', '.join(value) or no_function})"
+    )
+
+
 def no_progress(*_phase: object, **_figures: object) -> None:
     """Ignore progress reports."""
 
@@ -87,8 +102,7 @@ def claim_of(
     called = {**arms, "inputs": inputs, "reference": reference}
     for name, value in (called if work is None else {**called, "work": work}).items():
         if not callable(value) and not isinstance(value, Prepared):
-            given = " ".join(reprlib.repr(value).split())  # an array's text has several lines
-            raise UsageError(f"{name}= must be {MEANINGS[name]}, not {given}")
+            raise UsageError(f"{name}= must be {MEANINGS[name]}, not {_given(name, value)}")
     with suppress(ValueError):  # some builtins have no readable signature
         parameters = inspect.signature(inputs)
         try:
