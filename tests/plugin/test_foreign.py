@@ -313,6 +313,11 @@ MISTAKES = {
         "not 12"
     ),
     "evidence=7": "evidence= must be made with functions of pytest_aiperf.evidence, not 7",
+    "evidence='LDG'": (
+        "evidence= must be made with functions of pytest_aiperf.evidence, not 'LDG': "
+        'evidence.opcode("LDG")'
+    ),
+    "evidence=['LDG.E']": "evidence= must be made with *, not 'LDG.E': *",
     "work=lambda x: x.nbytes": "work() must return a Work, not 64",
     "work=lambda x: Work(flops=1, dtype='float16')": "Work(dtype='float16'): use one of fp64, *",
     "work=lambda x: Work(flops=1)": (

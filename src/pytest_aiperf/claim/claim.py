@@ -121,12 +121,14 @@ def claim_of(
         if word not in allowed:
             words = ", ".join(filter(None, allowed))
             raise UsageError(f"compare({name}={word!r}): use one of {words}")
-    pieces = tuple(evidence) if isinstance(evidence, Iterable) else (evidence,)
+    many = isinstance(evidence, Iterable) and not isinstance(evidence, str)
+    pieces = tuple(cast("Iterable[Evidence]", evidence if many else [evidence]))
     for piece in pieces:
         if not isinstance(piece, Evidence):
+            example = f': evidence.opcode("{piece}")' if isinstance(piece, str) else ""
             raise UsageError(
                 "evidence= must be made with functions of pytest_aiperf.evidence, not "
-                f"{reprlib.repr(piece)}"
+                f"{reprlib.repr(piece)}{example}"
             )
         if piece.per == "work" and work is None:
             raise UsageError(f"evidence about {piece.of or piece.kind} per byte needs work=")
