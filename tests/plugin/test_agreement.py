@@ -529,11 +529,14 @@ def test_a_wrong_baseline_is_noticed():
 
 
 def test_signatures_must_be_the_same():
-    with wrong("optimized gives float32[64, 1] on cpu for result, the baseline float32[64] on cpu"):
+    with wrong(
+        "optimized gives float32[64, 1] on cpu for result, the baseline float32[64] on cpu: all "
+        "arms must return the same shapes and dtypes; convert it in the arm"
+    ):
         judge(lambda a, out: (a * 2)[:, None], lambda a, out: a * 2)
     with wrong("optimized gives float64[64] on cpu for result"):
         judge(lambda a, out: a.double() * 2, lambda a, out: a * 2)
-    with wrong("optimized returns nothing and changes no argument"):
+    with wrong("returns nothing and changes no argument: is a return missing?"):
         judge(lambda a, out: None, lambda a, out: a * 2)
 
 

@@ -340,7 +340,7 @@ MISTAKES = {
     "inputs=lambda bench: None": "inputs() returns None: return the arguments of one call *",
     "inputs=on_gpu": "inputs() needs a GPU (no CUDA here): allocate on bench.device, which *",
     "inputs=lambda bench: bench.size(3)": "bench.size() takes the size to measure *",
-    "optimized=lambda x: None": "optimized returns nothing and changes no argument",
+    "optimized=lambda x: None": "optimized returns nothing and changes no argument: is a return *",
 }
 RAISED = {
     "optimized=lambda x: x.nope()": "AttributeError: * has no attribute 'nope'",

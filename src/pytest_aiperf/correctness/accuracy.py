@@ -229,7 +229,9 @@ def judge(
     for arm in arms:
         if len(deviations[arm]) != len(base):
             if not deviations[arm]:
-                raise WrongResult(f"{arm} returns nothing and changes no argument")
+                raise WrongResult(
+                    f"{arm} returns nothing and changes no argument: is a return missing?"
+                )
             given = f"{_paths(deviations[arm])}, the baseline's {_paths(base)}"
             raise WrongResult(f"{arm}'s result is {given}")
     return [
@@ -286,8 +288,10 @@ def judge_output(
         budgets = max(ERROR_BUDGETS[n] for n in names), max(RMS_BUDGETS[n] for n in names)
     for arm, output in deviations.items():
         if output.signature != base.signature:
+            device = "" if output.device == base.device else ", on the same device"
             raise WrongResult(
-                f"{arm} gives {output.signature} for {output.path}, the baseline {base.signature}"
+                f"{arm} gives {output.signature} for {output.path}, the baseline {base.signature}: "
+                f"all arms must return the same shapes and dtypes{device}; convert it in the arm"
             )
         if arm == "baseline":
             limits = [
