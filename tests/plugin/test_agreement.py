@@ -536,6 +536,12 @@ def test_signatures_must_be_the_same():
         judge(lambda a, out: (a * 2)[:, None], lambda a, out: a * 2)
     with wrong("optimized gives float64[64] on cpu for result"):
         judge(lambda a, out: a.double() * 2, lambda a, out: a * 2)
+    results = {
+        arm: [accuracy.Deviation("result", "float32", (4,), device, 0.0, 0.0)]
+        for arm, device in {"baseline": "cuda:0", "optimized": "cpu"}.items()
+    }
+    with wrong("return the same shapes and dtypes, on the same device; convert it in the arm"):
+        accuracy.judge(results, accuracy.expect(torch.ones(4, dtype=torch.float64)))
     with wrong("returns nothing and changes no argument: is a return missing?"):
         judge(lambda a, out: None, lambda a, out: a * 2)
 
