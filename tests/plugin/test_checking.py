@@ -571,6 +571,23 @@ def test_compile_errors_show_the_compiler_and_the_command(project):
     )
 
 
+@pytest.mark.parametrize(
+    ("condition", "hint"),
+    [("__CUDA_ARCH__ != 900", "; if it is for sm90 only, mark the test @pytest.mark.sm90"),
+     ("__CUDA_ARCH__ >= 1030",
+      "; if it is for sm90, sm100 only, mark the test @pytest.mark.sm90, @pytest.mark.sm100"),
+     ("1", "")],
+)  # fmt: skip
+def test_a_kernel_for_some_architectures_gets_the_hint_to_mark_them(condition, hint, project):
+    guard = f"#if defined(__CUDA_ARCH__) && {condition}\n#error not here\n#endif\n"
+    project.write("kernels/some.cu", guard + CU)
+    project.tests('def test_it(compare, nvcc):\n    nvcc("some.cu")')
+    done = project.run()
+    done.assert_outcomes(failed=1)
+    first = {"1": "90a", "__CUDA_ARCH__ != 900": "100a"}.get(condition, "103a")
+    done.stdout.fnmatch_lines([f"*nvcc could not build kernels/some.cu for sm_{first}{hint}"])
+
+
 def test_without_nvcc_the_claim_says_what_to_install(project, monkeypatch):
     project.write("kernels/copy.cu", CU)
     project.tests('def test_it(compare, nvcc):\n    nvcc("copy.cu")')

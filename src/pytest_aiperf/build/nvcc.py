@@ -393,11 +393,13 @@ class Nvcc:
             hint = f"did you mean {near}?" if near else "the ini option aiperf_kernels lists them"
             raise UsageError(f"there is no {name} in {where}; {hint}")
         requests = [BuildRequest(source, arch, flags) for arch in self.archs]
-        builds = []
-        for outcome in build_parallel(requests, include=self.include):
+        outcomes = build_parallel(requests, include=self.include)
+        builds = [outcome for outcome in outcomes if isinstance(outcome, Build)]
+        for outcome in outcomes:
+            if isinstance(outcome, BuildError) and builds:
+                raise _for_fewer(outcome, [a for a, o in zip(self.archs, outcomes) if o in builds])
             if not isinstance(outcome, Build):
                 raise outcome
-            builds.append(outcome)
         self.used += (b for b in builds if b not in self.used)
         text = source.read_text(encoding="utf-8", errors="replace")
         library = builds[0].path if self.load else None
@@ -407,6 +409,14 @@ class Nvcc:
     def sources(self) -> list[Path]:
         """The sources and headers of the builds so far."""
         return list({f: None for b in self.used for f in read_sources(b.source, b.include)})
+
+
+def _for_fewer(error: BuildError, archs: Sequence[str]) -> BuildError:
+    """Name the markers of the architectures for which a source could be built, unlike others."""
+    head, *rest = str(error).splitlines()
+    marks = ", ".join(f"@pytest.mark.{arch}" for arch in archs)
+    head += f"; if it is for {', '.join(archs)} only, mark the test {marks}"
+    return BuildError("\n".join([head, *rest]))
 
 
 def find_source(name: str, roots: Sequence[Path]) -> Path | None:
