@@ -546,6 +546,51 @@ def test_signatures_must_be_the_same():
         judge(lambda a, out: None, lambda a, out: a * 2)
 
 
+def keeping(compute):
+    """An arm that returns the result of its first inputs, computed anew, for all inputs."""
+    first = []
+
+    def arm(a, out):
+        first.append(a.clone())
+        return compute(first[0])
+
+    return arm
+
+
+KEPT = "; it is the result for earlier inputs: the arm keeps it"
+WRONG_SECOND = {
+    "kept": (keeping(lambda a: a * 2), torch.randn, KEPT),
+    "kept, rounded otherwise": (keeping(lambda a: (a / 3) * 6), torch.randn, KEPT),
+    "other": (lambda a, out: a * 2 if len(CALLS) < 2 else a * 3, torch.randn, ""),
+    "integers": (keeping(lambda a: a * 2), lambda n: torch.randint(99, (n,)), ""),
+    "zeros": (lambda a, out: a * 0, lambda n: torch.full((n,), len(CALLS) - 1.0), ""),
+}
+CALLS = []  # one element for each seed
+
+
+@pytest.mark.parametrize("name", WRONG_SECOND)
+def test_the_result_for_earlier_inputs_is_recognized(name):
+    arm, draw, explanation = WRONG_SECOND[name]
+    CALLS.clear()
+    shortcuts = Shortcuts()
+    arms = {"baseline": preparing(lambda a, out: a + a), "optimized": preparing(arm)}
+
+    def make():
+        torch.manual_seed(len(CALLS))
+        return draw(64), torch.empty(64)
+
+    def agree():
+        CALLS.append(None)
+        reference = lambda a, out: a.double() * 2  # noqa: E731
+        agreement.agree(arms, as_inputs(make), reference, ArgumentEffects(), shortcuts=shortcuts)
+
+    agree()
+    with pytest.raises(WrongResult) as error:
+        agree()
+    assert "optimized disagrees with the reference: " in str(error.value)
+    assert str(error.value).partition(")")[2] == explanation
+
+
 def test_the_reference_returns_as_many_tensors_as_the_call():
     with wrong(
         "the reference returns (reference[0], reference[1]), but the baseline's result is (out): "

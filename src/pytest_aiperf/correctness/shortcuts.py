@@ -69,6 +69,26 @@ class Shortcuts:
             if path in stale and path not in updates and not has_work:
                 self._refuse_constant_part(path, stale[path], array)
 
+    def is_stale(self, result: Outputs) -> bool:
+        """Whether an arm's result is the baseline's on the other seed, apart from rounding.
+
+        Integers, and results of zeros, could agree by chance.
+        """
+        if not self.stale or len(result) != len(self.stale):
+            return False
+        old = accuracy.expect([value for _, value in self.stale], exact=True)
+        if not any(want.rms > 0 and not is_exact(want.array) for want in old):
+            return False
+        deviations = {
+            arm: accuracy.compare(outputs, old, located=False)
+            for arm, outputs in {"baseline": self.stale, "optimized": result}.items()
+        }
+        try:
+            accuracy.judge(deviations, old, self.precision, located=False)
+        except (UsageError, WrongResult):
+            return False
+        return True
+
     def changes_beside(self, fingerprint: str) -> Iterator[str]:
         """Yield a note if attributes of a result differ between seeds: no check compares them."""
         if self.beside not in ("", fingerprint):
