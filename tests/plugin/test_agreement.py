@@ -581,7 +581,7 @@ def test_the_result_for_earlier_inputs_is_recognized(name):
 
     def agree():
         CALLS.append(None)
-        reference = lambda a, out: a.double() * 2  # noqa: E731
+        reference = lambda a, out: a.double() * 2
         agreement.agree(arms, as_inputs(make), reference, ArgumentEffects(), shortcuts=shortcuts)
 
     agree()

@@ -420,9 +420,8 @@ def solution(x):
 """, "solution.py launches a Triton kernel, which needs an NVIDIA GPU; there is none here"),
     "CUDA": ("""
 def solution(x):
-    raise RuntimeError("Found no NVIDIA driver on your system")
-""", "solution.py needs an NVIDIA GPU ({}/solution.py:3: RuntimeError: Found no NVIDIA driver on "
-     "your system); there is none here"),
+    raise OSError("no CUDA")
+""", "solution.py needs an NVIDIA GPU ({}/solution.py:3: OSError: no CUDA); there is none here"),
     "import": ("""
 raise RuntimeError("0 active drivers ([]). There should only be one.")
 def solution(x): ...

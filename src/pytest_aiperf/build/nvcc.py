@@ -395,9 +395,11 @@ class Nvcc:
         requests = [BuildRequest(source, arch, flags) for arch in self.archs]
         outcomes = build_parallel(requests, include=self.include)
         builds = [outcome for outcome in outcomes if isinstance(outcome, Build)]
+        pairs = zip(self.archs, outcomes, strict=True)
+        archs = [arch for arch, outcome in pairs if isinstance(outcome, Build)]
         for outcome in outcomes:
-            if isinstance(outcome, BuildError) and builds:
-                raise _for_fewer(outcome, [a for a, o in zip(self.archs, outcomes) if o in builds])
+            if isinstance(outcome, BuildError) and archs:
+                raise _for_fewer(outcome, archs)
             if not isinstance(outcome, Build):
                 raise outcome
         self.used += (b for b in builds if b not in self.used)

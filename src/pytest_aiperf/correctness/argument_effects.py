@@ -157,6 +157,21 @@ def parameter_names(call: Callable[..., object]) -> tuple[str, ...]:
     return code.co_varnames[bound : code.co_argcount] if code else ()
 
 
+def _no_result(returned: object) -> UsageError:
+    """Return the error for a baseline without any result that can be compared."""
+    figures = returned if type(returned) is tuple else (returned,)
+    if any(type(figure) is Score for figure in figures):
+        return UsageError(
+            "the baseline returns only its Score, so no result can be checked: also return the "
+            "values from which it is computed"
+        )
+    return UsageError(
+        "the baseline returns nothing and changes none of its arguments' arrays and numbers "
+        "(no reference tells what queues, sets and structured arrays must hold): return what "
+        "it leaves there as well, as numbers or arrays"
+    )
+
+
 def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> ArgumentEffects:
     """Find out which argument tensors a call changes, and which of the changed ones it never reads.
 
@@ -194,20 +209,9 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     )
     expected = accuracy.expect([x for _, x in accuracy.copies(result)], exact=True)
     left = contents_of(inputs.args, effects)
-    values = returned if type(returned) is tuple else (returned,)
-    has_score = any(type(value) is Score for value in values)
-    del returned, inputs, result, originals, values
-    if not expected and has_score:
-        raise UsageError(
-            "the baseline returns only its Score, so no result can be checked: also return the "
-            "values from which it is computed"
-        )
     if not expected:
-        raise UsageError(
-            "the baseline returns nothing and changes none of its arguments' arrays and numbers "
-            "(no reference tells what queues, sets and structured arrays must hold): return what "
-            "it leaves there as well, as numbers or arrays"
-        )
+        raise _no_result(returned)
+    del returned, inputs, result, originals
 
     def wrong_with(paths: Sequence[str], value: float) -> set[str]:
         """Return the paths of outputs that are wrong if these arrays are filled with a value."""

@@ -161,15 +161,7 @@ def judge(
     ``figures`` is a folder for the noise floor and the limits that several processes share.
     ``gpu`` is the UUID of the only GPU that the process sees.
     """
-    if options.device == "cuda" and not nvml.visible():
-        raise UsageError(f"there is no NVIDIA GPU here: {nvml.absence()}; use --cpu")
-    if options.metric == "device" and options.device == "cpu":
-        raise UsageError("--metric device is the time of a GPU: leave out this option, or --cpu")
-    if options.metric == "device" and not nvml.visible():
-        raise UsageError(
-            f"--metric device is the time of a GPU, and there is none here: {nvml.absence()}; leave "
-            "out this option to measure wall time on the host"
-        )
+    _require_device(options)
     started = time.monotonic()
     seed = secrets.randbelow(2**30) if options.seed is None else options.seed
     blank = Judgement(str(problem), str(solution), BROKEN, seed=seed)
@@ -215,6 +207,19 @@ def judge(
         status, text = WRONG, f"{wrong[0]} (the search for the reason: {reason})"
     seconds = ended.seconds
     return replace(blank, status=status, message=text, seconds=seconds, phases_s=phases.seconds())
+
+
+def _require_device(options: Options) -> None:
+    """Raise UsageError if the options need a GPU that is not there, or not to be used."""
+    if options.device == "cuda" and not nvml.visible():
+        raise UsageError(f"there is no NVIDIA GPU here: {nvml.absence()}; use --cpu")
+    if options.metric == "device" and options.device == "cpu":
+        raise UsageError("--metric device is the time of a GPU: leave out this option, or --cpu")
+    if options.metric == "device" and not nvml.visible():
+        raise UsageError(
+            f"--metric device is the time of a GPU, and there is none here: {nvml.absence()}; "
+            "leave out this option to measure wall time on the host"
+        )
 
 
 class _Phases:
