@@ -15,13 +15,14 @@ small product.
 
 Each worker, a process that already runs, multiplies a small matrix by itself 32 times, so that
 random delays average out. How large the gain is depends on the host. On one of 32 logical CPUs, a
-call takes 18 to 73 ms with 32 threads per worker, 48 in the median, and 7.8 ms with seven. On one
-of 16 it is 63x, and 2.4x over the control (1.7x to 3.4x), so there nearly all is due to missing
-cores; why the waits are that long was not examined. The thread count is read when the library is
-loaded, hence the environment variables. Between products, idle threads would spin as well, those of
-one arm while the other is timed; in both arms they sleep at once instead (OPENBLAS_THREAD_TIMEOUT).
-Large products suffer less, since their threads synchronize less often. A test beside the claim
-counts how often threads of the workers lose their core to another.
+call takes 18 to 73 ms with 32 threads per worker, 48 in the median, and 7.8 ms with seven. These
+records are older than the control. On a host of 16 the gain is 63x, and 2.4x over the control (1.7x
+to 3.4x), so there nearly all is due to missing cores; why the waits are that long was not examined.
+The thread count is read when the library is loaded, hence the environment variables. Between
+products, idle threads would spin as well, those of one arm while the other is timed; in both arms
+they sleep at once instead (OPENBLAS_THREAD_TIMEOUT). Large products suffer less, since their
+threads synchronize less often. A test beside the claim counts how often threads of the workers lose
+their core to another; it was not run on the host of 16.
 """
 
 from functools import partial

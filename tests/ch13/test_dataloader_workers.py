@@ -14,9 +14,9 @@ baseline.
 
 The library arm prepares batches ahead in as many threads of the model's process, without copies
 between processes. The operator releases Python's lock (GIL), and still this arm takes 1.3 to 1.7
-times as long as the workers: the GPU is busy for 61 % of the time. Why was not measured. The GPU
-could shrink photos faster, and has decoders for JPEG as well: workers are for preparation that must
-stay on the CPU.
+times as long as the workers: the GPU is busy for 61 % of the time. It also pins each batch in the
+loop that runs the model. Why it is slower was not measured. The GPU could shrink photos faster, and
+has decoders for JPEG as well: workers are for preparation that must stay on the CPU.
 
 The claim is judged on wall time per epoch of 32 batches. The gain is at most preparation / step,
 because launches are asynchronous and the baseline's GPU already runs one step while the next batch

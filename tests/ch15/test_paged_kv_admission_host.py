@@ -7,8 +7,9 @@ step, and unused memory is lost throughput. Blocks of doubling size ("buddy") wa
 each block and copy a sequence when it moves. Pages of 16 tokens ("paged", as in vLLM's
 PagedAttention) need no contiguous space, waste less than one page per sequence, and never copy. The
 library arm knows a limit for the answer (max_tokens), and reserves contiguous space for it and the
-prompt. "buddy", which needs no limit, serves 1.05 times as many sequences as this arm, and "paged"
-1.7 times.
+prompt. By steps, "paged" serves 1.7 times as many sequences as this arm, and "buddy", which needs
+no limit, 1.05 times; prefill after preemption is not counted, and would cost "buddy" more than
+that.
 
 The score is the mean number of sequences that get a token in a step, over a trace that all arms
 serve to its end. Overcommitting has a price: when the pool is full, the youngest sequence is
