@@ -15,7 +15,7 @@ is 3 % slower, 5.4 µs instead of 5.2. In the trace on an H200, the kernel of th
 last block's sum cost more than the second kernel, and save only the gap between the two, which is
 short in a graph. Where there is no graph, a single pass saves a launch by the host. Wall time,
 which contains it, is reported as well: 8 to 14 µs instead of 11 to 18 on H200s, and 12 instead of
-16 on an H100. The library arm, CUB's DeviceReduce::Sum, also launches a second kernel, and takes
+16 on an H100. The library arm, CUB's DeviceReduce::Sum, launches two kernels as well, and takes
 1.21 to 1.23 times as long as the single pass on H200s and 1.16 times on an H100.
 """
 

@@ -22,7 +22,7 @@ def needs_gpu(error: BaseException) -> bool:
 
 
 def is_triton_launch(error: BaseException) -> bool:
-    """Whether an error is Triton's when it launches a kernel without a GPU, or on a CPU tensor."""
+    """Whether Triton raised an error because a kernel was launched without a GPU."""
     return _NOT_INTERPRETED.search(str(error)) is not None
 
 
