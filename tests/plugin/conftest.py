@@ -72,7 +72,9 @@ class Project:
         monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
         monkeypatch.setenv("COLUMNS", "140")  # transcripts must not depend on the terminal
         # the outer pytest run sets these; the inner one must not inherit them
-        for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        outer = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
+        # and with these pytest's summary repeats whole messages
+        for name in (*outer, "CI", "BUILD_NUMBER"):
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)
 

@@ -89,7 +89,7 @@ def read_settings(config: pytest.Config, measure: frozenset[Kind]) -> Settings:
         update=option.aiperf_update_expectations,
         conditions=_conditions(option),
         debug=config.getoption("usepdb", False),
-        seed=shared.get("seed", 0 if option.aiperf_reproducible else secrets.randbelow(2**31)),
+        seed=shared.get("seed", 0 if option.aiperf_reproducible else random_seed()),
         started=started,
         run_id=shared.get("run_id")
         or journal.new_run_id(datetime.fromtimestamp(started, UTC), os.getpid()),
@@ -111,6 +111,11 @@ def read_settings(config: pytest.Config, measure: frozenset[Kind]) -> Settings:
         capture_job=capture_job,
         rank_job=rank_job,
     )
+
+
+def random_seed() -> int:
+    """Draw the seed of a session."""
+    return secrets.randbelow(2**31)
 
 
 def _conditions(option: Any) -> dict[str, str]:
