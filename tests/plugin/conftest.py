@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import scipy.special  # noqa: F401  a run of pytester's forgets what it is the first to import
 
+from tests import fork_server
 from tests.fake_gpu import VARIABLE
 
 PATIENCE_S = 600
@@ -69,12 +71,13 @@ class Project:
         self.pytester = pytester
         self.path = pytester.path
         self.monkeypatch = monkeypatch
+        self.runs = 0
         monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
         monkeypatch.setenv("COLUMNS", "140")  # transcripts must not depend on the terminal
         # the outer pytest run sets these; the inner one must not inherit them
         outer = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
-        # and with these pytest's summary repeats whole messages
-        for name in (*outer, "CI", "BUILD_NUMBER"):
+        # with these, pytest's summary repeats whole messages, and Python buffers no output
+        for name in (*outer, "CI", "BUILD_NUMBER", "PYTHONUNBUFFERED"):
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)
 
@@ -96,7 +99,21 @@ class Project:
         return [*(f"-p{name}" for name in plugins), *arguments]
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=PATIENCE_S)
+        """Run pytest, as pytester's runpytest_subprocess does, but in a fork."""
+        self.runs += 1
+        words = [f"--basetemp={self.path}/runpytest-{self.runs}", *self.command(*arguments)]
+        print("running: pytest", *words, "\n     in:", self.path)
+        outputs = f"stdout-{self.runs}", f"stderr-{self.runs}"
+        begun = time.monotonic()
+        process = fork_server.start(words, os.environ, self.path, outputs)
+        process.join(PATIENCE_S)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise self.pytester.TimeoutExpired(f"pytest took more than {PATIENCE_S} s")
+        seconds = time.monotonic() - begun
+        out, err = ((self.path / name).read_text("utf-8").splitlines() for name in outputs)
+        print(*out, *err, sep="\n")
+        return pytest.RunResult(process.exitcode, out, err, seconds)
 
     def start(self, *arguments: str):
         """Start pytest as the leader of a session, as in a terminal, and return before it ends."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,36 +22,14 @@ from hypothesis import settings
 from pytest_aiperf.machine import gpu_lock
 from pytest_aiperf.records import expectations, journal, results
 from pytest_aiperf.schema import to_json
-from tests import fake_gpu
+from tests import fake_gpu, fork_server
 from tests.plugin.conftest import HEAD, PATIENCE_S, STEADY
 
 KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 CLAIMS = 4
 
-# imports are most of a short session: fork sessions from a process that has done them
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["hypothesis", "pytest", "xdist.plugin", "pytest_benchmark.plugin", "scipy.special"]
-    + [f"pytest_aiperf.{name}" for name in ("plugin", "session.runner", "session.fixtures")]
-)
-
 TESTS = f"{HEAD}@pytest.mark.parametrize('n', range({CLAIMS}))\ndef test_it(compare, n):\n"
-
-
-def session(folder, words):
-    """Run pytest in a new session, as if started in its own terminal."""
-    os.setsid()
-    os.chdir(folder)
-    out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    for name in [n for n in os.environ if n.startswith(("PYTEST_", "TRITON_"))]:
-        del os.environ[name]  # set by the outer pytest run
-    os.environ[gpu_lock.VARIABLE] = str(folder / "locks")
-    os.environ[fake_gpu.VARIABLE] = json.dumps({"noise": STEADY})
-    plugins = ("no:cacheprovider", "no:hypothesispytest", "tests.fake_gpu")
-    sys.exit(pytest.main([*(f"-p{name}" for name in plugins), "--gpu", "-v", *words]))
 
 
 @dataclass
@@ -62,8 +38,15 @@ class Session:
     words: tuple[str, ...]
 
     def __post_init__(self):
-        self.process = FORKS.Process(target=session, args=(self.folder, self.words))
-        self.process.start()
+        plugins = ("no:cacheprovider", "no:hypothesispytest", "tests.fake_gpu")
+        words = [*(f"-p{name}" for name in plugins), "--gpu", "-v", *self.words]
+        outer = ("PYTEST_", "TRITON_")  # set by the outer pytest run
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+        environ |= {
+            gpu_lock.VARIABLE: str(self.folder / "locks"),
+            fake_gpu.VARIABLE: json.dumps({"noise": STEADY}),
+        }
+        self.process = fork_server.start(words, environ, self.folder, ("out", "out"))
 
     @property
     def runs(self):

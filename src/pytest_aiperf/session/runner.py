@@ -393,6 +393,7 @@ class Runner:
             self.waited.add(claim)
             reporter.ensure_newline()
             reporter.write_line(f"{claim} is {phase}")
+            reporter.flush()
 
     def _run_in_child(self, items: Sequence[pytest.Item], channel: isolation.Channel) -> None:
         """Run the items' three phases; called in the process of the claim, a fork of pytest's."""
