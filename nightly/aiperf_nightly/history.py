@@ -51,6 +51,9 @@ MIN_STEP: Final = 0.01
 FAILURES: Final = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
 """Outcomes of claims that ran and did not pass."""
 
+NOT_PASSED: Final = (*FAILURES, Outcome.SKIPPED)
+"""Also of claims that lacked something: one that passed before may have lost a library or a GPU."""
+
 MAD_TO_SIGMA: Final = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
@@ -74,7 +77,7 @@ class Night:
     void: str = ""
     """Why the night is void; empty if it is valid."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Id and outcome of each claim that ran and did not pass, unless a further run passed."""
+    """Outcome of each claim that did not pass or was skipped, unless a further run passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +218,7 @@ def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Nigh
             for r in valid
             if r.claim in sentinels and r.timing
         },
-        failed={r.claim: r.outcome.value for r in on_gpu if r.outcome in FAILURES},
+        failed={r.claim: r.outcome.value for r in on_gpu if r.outcome in NOT_PASSED},
     )
 
 

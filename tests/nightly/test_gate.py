@@ -34,6 +34,10 @@ def failed(name=COPY, **more):
     return claim(name, outcome=Outcome.FAILED, message="its evidence does not hold", **more)
 
 
+def skipped(name=COPY, **more):
+    return claim(name, speedup=None, outcome=Outcome.SKIPPED, message="needs transformers", **more)
+
+
 class Machine:
     """A folder with histories in which `gate` runs."""
 
@@ -140,8 +144,8 @@ def test_one_further_run_with_the_usual_speedup_clears_a_flag(machine):
 
 
 @pytest.mark.parametrize(
-    "worse", [failed(), crashed(), claim(outcome=Outcome.INVALID, message="too fast")],
-    ids=["failed", "crashed", "invalid"],
+    "worse", [failed(), crashed(), claim(outcome=Outcome.INVALID, message="too fast"), skipped()],
+    ids=["failed", "crashed", "invalid", "skipped"],
 )  # fmt: skip
 def test_a_claim_that_passed_in_the_last_valid_night_and_not_tonight_is_flagged(machine, worse):
     machine.past()

@@ -180,6 +180,8 @@ def test_requirements_count_on_the_gpus_that_the_entry_names(path, key, arch, ex
         ("h100: {sped: 1}", "require.h100: unknown sped"),
         ("h100: {speedup: 0}", "require.h100.speedup: must be above 0"),
         ("H 100: {speedup: 1}", "'H 100' is not a GPU such as h100"),
+        ("librari: {speedup: 1}", "require.librari: library is one number"),
+        ("speedup: {h100: 1.2}", "require.speedup: speedup is one number"),
     ],
 )
 def test_a_wrong_requirement_of_a_gpu_is_refused(path, special, message):

@@ -214,6 +214,8 @@ def _require(entry: object, where: str) -> tuple[Require, dict[str, Require]]:
         for key, figures in special.items():
             if not _KEY.fullmatch(key) or key.startswith("sm_"):
                 raise ValueError(f"{where}.{key}: {key!r} is not a GPU such as h100 or sm90")
+            if near := difflib.get_close_matches(key, _REQUIRED, n=1):
+                raise ValueError(f"{where}.{key}: {near[0]} is one number, such as 0.9")
             on[key] = _within_bounds(Require, figures, f"{where}.{key}")
     return _within_bounds(Require, entry, where), on
 
