@@ -13,19 +13,22 @@ reading it again. The library arm is what torch.compile makes of the same two st
 
 "one_block" reads the row 1.27 times on an H200, so the bytes allow "cluster_4" 1.14x (2.27 passes
 to 2), and 1.35 times on an H100, whose L2 cache is smaller, which allows 1.18x. The gain is 1.12x
-on an H200 and 1.21x on an H100, there more than the bytes: in "one_block", an SM also has a single
-row in flight, and nothing to do between its loads and the end of its sum. The blocks of a cluster
-load, sum, meet at a barrier and write, one step after the other; meanwhile blocks of other rows use
-the SM: with clusters of four, it holds blocks of two rows. "cluster_8" is the same kernel in
-smaller blocks: four rows share an SM. It reads as many bytes, and is judged against "cluster_4": it
-takes 3 to 4 % less time on an H200 and, by ratios over "one_block", 1 % more on an H100. So the
-block size is a matter of tuning, not a second mechanism: the evidence shows that reads stay at one
-pass, and that the blocks are smaller. Over two kernels, 1.40x is reached. An H100, whose memory is
-a third slower, reaches 93 to 94 % of the copy rate with clusters, an H200 83 to 87 %; what keeps
-them from the rest was not measured. There is no rung with clusters of 2: one block would fill its
-SM, which idles at the barrier. Rows that fit in one block need no cluster, and a cluster holds at
-most the registers of 16 SMs. A single block could keep a row in the registers and the shared memory
-of its SM, but the SM would idle while that block waits for its sum.
+on an H200 and 1.21x on an H100, there more than the bytes. A likely reason, not measured: in
+"one_block", an SM also has a single row in flight, and nothing to do between its loads and the end
+of its sum. The blocks of a cluster load, sum, meet at a barrier and write, one step after the
+other; meanwhile blocks of other rows use the SM: with clusters of four, it holds blocks of two
+rows. "cluster_8" is the same kernel in smaller blocks: four rows share an SM. It reads as many
+bytes, and is judged against "cluster_4": it takes 3 to 4 % less time on an H200 and, by ratios over
+"one_block", 1 % more on an H100. So the block size is a matter of tuning, not a second mechanism:
+the evidence shows that reads stay at one pass, and that the blocks are smaller. Over two kernels,
+1.40x is reached. An H100, whose memory has seven tenths of the bandwidth, reaches 93 to 94 % of the
+copy rate with clusters, an H200 84 to 87 %; what keeps them from the rest was not measured. There
+is no rung with clusters of 2: one block would fill its SM, which would idle at the barrier (not
+measured). Rows that fit in one block need no cluster, and a cluster holds at most the registers of
+16 SMs. A single block could keep a row in the registers and the shared memory of its SM, but the SM
+would idle while that block waits for its sum (not measured either). "one_block" marks what it
+writes as streaming, so that it leaves the row in the cache; the clusters keep nothing there and
+write as usual.
 """
 
 import pytest
