@@ -7,9 +7,8 @@ step, and unused memory is lost throughput. Blocks of doubling size ("buddy") wa
 each block and copy a sequence when it moves. Pages of 16 tokens ("paged", as in vLLM's
 PagedAttention) need no contiguous space, waste less than one page per sequence, and never copy. The
 library arm knows a limit for the answer (max_tokens), and reserves contiguous space for it and the
-prompt. By steps, "paged" serves 1.7 times as many sequences as this arm, and "buddy", which needs
-no limit, 1.05 times; prefill after preemption is not counted, and would cost "buddy" more than
-that.
+prompt. "paged" serves 1.7 times as many sequences per step as this arm, and "buddy", which needs no
+limit, 1.05 times.
 
 The score is the mean number of sequences that get a token in a step, over a trace that all arms
 serve to its end. Overcommitting has a price: when the pool is full, the youngest sequence is
@@ -23,11 +22,12 @@ The 2,000 prompts and answers have the quantiles of the Azure LLM inference trac
 The pool has room for 16 sequences of the longest length, or for 193 of the mean length that a
 sequence has while it runs, so the limit is 12x: "buddy" serves 5.8 times as many sequences per step
 as full reservation, and "paged" 9.5 times. "paged" fills 97 % of the pool until the queue is empty;
-only the tail, when too few sequences are left, keeps it below the limit. In "buddy" and in the
-library arm, tokens that are kept fill about half of the pool. Sequences of equal length gain
-nothing. Steps are counted, not time: the copies of "buddy" and the repeated prefill of a preempted
-sequence cost nothing here. "buddy" preempts 500 to 2,100 times for 2,000 sequences, "paged" 56 to
-98 times and the library arm never, so prefill would cost "buddy" more than its lead over that arm.
+the tail, when too few sequences are left, is what keeps it well below the limit. In "buddy" and in
+the library arm, tokens that are kept fill about half of the pool. Where all sequences reach the
+longest length, nothing is gained. Steps are counted, not time: the copies of "buddy" and the
+repeated prefill of a preempted sequence cost nothing here. "buddy" preempts 500 to 2,100 times for
+2,000 sequences, "paged" 56 to 98 times and the library arm never, so prefill would cost "buddy"
+more than its lead over that arm.
 """
 
 import numpy as np

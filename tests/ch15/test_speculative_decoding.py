@@ -3,11 +3,11 @@
 Decoding one text reads all weights for each token, and the arithmetic units idle. A pass over five
 tokens reads the weights once as well, so verifying a draft of four takes hardly longer than one
 pass, and each accepted token saves one. The text is exactly that of one pass per token, whatever
-the draft; only the speed depends on the acceptance rate, which is measured here: the second metric
-is the number of tokens per pass of the model, over many texts. "ngram" drafts from a table of which
-character follows which pair, "small_model" with one trained layer. With an acceptance rate `a`, `k`
-drafted tokens and a draft that costs `c` passes per token, tokens per pass are (1 - a^(k+1)) / (1 -
-a), and the limit of the speedup is that divided by 1 + k c.
+the draft; only the speed depends on how many drafted tokens are accepted. This is measured as well:
+the second metric is the number of tokens per pass of the model. "ngram" drafts from a table of
+which character follows which pair, "small_model" with one trained layer. With an acceptance rate
+`a`, `k` drafted tokens and a draft that costs `c` passes per token, tokens per pass are (1 -
+a^(k+1)) / (1 - a), and the limit of the speedup is that divided by 1 + k c.
 
 On an H200 "ngram" yields 1.9 tokens per pass and "small_model" 2.7. What a round costs (1 + k c)
 was measured on an H100 only: 1.06 and 1.18 passes of one token. That limits the speedup to 1.8x and

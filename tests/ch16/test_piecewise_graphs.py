@@ -8,14 +8,14 @@ on an H100 and 1.8x on an H200 with the batches below. "pieces" is for models wh
 be captured. Here it can, and "pieces" loses to "buckets", which takes 9 % less time on an H100 and
 11 % on an H200.
 
-Whole graphs need an attention that can be captured. Here it can: FlashAttention 2 reads the offsets
-of the prompts on the GPU, so one capture with the largest grid serves all batches. Where the host
-chooses the grid, the splits or a plan from the lengths, only what lies between two attentions can
-be captured: all other layers treat each token alone and may run on padding. "pieces" captures them
-for the same four sizes, and launches variable-length attention between the pieces for exactly the
-batch's prompts (vLLM's piecewise CUDA graphs). 6 layers have 7 pieces, so 28 captures, which are
-not timed, serve all batches. It is compared with eager launches, and its library arm is "buckets",
-which has fewer launches. Attention that cannot be captured was not measured.
+Attention can be captured here because FlashAttention 2 reads the offsets of the prompts on the GPU,
+so one capture with the largest grid serves all batches. Where the host chooses the grid, the splits
+or a plan from the lengths, only what lies between two attentions can be captured: all other layers
+treat each token alone and may run on padding. "pieces" captures them for the same four sizes, and
+launches variable-length attention between the pieces for exactly the batch's prompts (vLLM's
+piecewise CUDA graphs). 6 layers have 7 pieces, so 28 captures, which are not timed, serve all
+batches. It is compared with eager launches, and its library arm is "buckets", which has fewer
+launches. Attention that cannot be captured was not measured.
 
 The claim is judged on wall time, for 32 batches of one to eight packed prompts. Prompts have 16 to
 128 tokens, spread evenly on a logarithmic scale. The model has width 2048 and heads of 128

@@ -4,9 +4,9 @@ The keys and values (KV) of a token depend only on the tokens before it, so prom
 prefix can share them. The requests here are turns of chats: one of four system prompts, followed by
 the chat so far. A cache that keeps the KV of each chat by itself, and takes the one with the
 longest common prefix, already finds the chat so far; but every chat stores the system prompt again,
-and the room is lost to older chats. "blocks" hashes each block of 16 tokens together with all
-tokens before it (automatic prefix caching in vLLM), so a system prompt is stored once, and finds
-the longest cached prefix in whole blocks. "radix" is judged against "blocks": a radix tree
+and older chats lose that room. "blocks" hashes each block of 16 tokens together with all tokens
+before it (automatic prefix caching in vLLM), so a system prompt is stored once, and finds the
+longest cached prefix in whole blocks. "radix" is judged against "blocks": a radix tree
 (RadixAttention in SGLang) finds the last partial block as well, half a block per request on
 average, so its advantage is one or two per cent here. "radix_64" is judged against blocks of 64
 tokens, the page size of some attention kernels, which leave four times as much: the tree reuses 9 %
