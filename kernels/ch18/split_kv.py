@@ -3,9 +3,9 @@
 The query heads that share a key head (a group) form one tile, so each key and value is read once
 for the whole group. A block runs an online softmax over its part of the cache and stores three
 results: the normalized output of the part, its running max and its denominator. `_merge` rescales
-the parts to the common maximum and adds them. The result does not depend on how the cache is split.
-On GPUs since Hopper `_merge` is launched while `_part` runs (programmatic dependent launch) and
-waits for its results, so that its launch takes no time of its own.
+the parts to the common maximum and adds them. Up to rounding, the result does not depend on how the
+cache is split. On GPUs since Hopper `_merge` is launched while `_part` runs (programmatic dependent
+launch) and waits for its results, so that its launch takes no time of its own.
 
 Shapes: q is key heads x group x D, k and v are key heads x tokens x D.
 """

@@ -1,7 +1,7 @@
 """A training step of a small language model with AdamW, in four stages.
 
 eager     PyTorch's defaults: bf16 products, fp32 master weights, foreach AdamW.
-fused     AdamW in one kernel.
+fused     AdamW in one pass over weights and moments.
 compiled  The forward and backward pass compiled as well.
 graph     The whole step in one CUDA graph.
 

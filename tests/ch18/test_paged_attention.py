@@ -2,8 +2,8 @@
 
 A paged cache reserves no memory for future tokens (ch15). But a sequence's pages are scattered, and
 PyTorch's attention takes one contiguous array per sequence. Gathering reads the used pages and
-writes a copy, padded to the longest sequence, and attention then reads the copy: three passes, two
-of them over the padding as well, and memory for a second cache, for every token. (Table entries
+writes a copy, padded to the longest sequence, and attention then reads the copy: three passes for
+every token, two of them over the padding as well, and memory for a second cache. (Table entries
 past a sequence's end name one page, so reading it for the padding is served by the L2 cache.) Paged
 attention looks up the page of each key and makes one pass. A page is contiguous, 4 KiB per head
 with 16 tokens and 16 KiB with 64, so reading scattered pages costs little.

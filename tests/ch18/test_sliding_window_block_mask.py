@@ -10,7 +10,7 @@ The library arm is FlashAttention 2 with the window as an argument: it skips til
 knows masks of this form only. It takes 1.27 times as long on an H200 and 1.28 times on an H100; it
 was written for Ampere (test_sdpa_backend_choice.py). Kernels for Hopper with a window
 (FlashAttention 3, cuDNN) are not compared, nor is a causal kernel without the window, which visits
-half of all tiles. FlexAttention reaches 38 % of the tensor-core rate here, counting only the
+half of all tiles. FlexAttention reaches 37 to 38 % of the tensor-core rate here, counting only the
 products within the window; why not more was not measured.
 
 Both masks are built outside the timed region, once for all layers, as models do; the baseline's is

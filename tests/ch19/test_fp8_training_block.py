@@ -5,18 +5,18 @@ weight. FP8 tensor cores run them at up to twice the bf16 rate, but the operands
 in every step: one pass for the largest magnitude, one to scale and cast, and transposed copies for
 the backward pass. torch.compile fuses these passes with each other and with the norm and the
 activation function. The library arm does the same with a scale per row instead of one per tensor,
-as torchao's recipe "rowwise": more precise, but more operands are quantized twice, and a step takes
+as torchao's recipe "rowwise": more precise, but every operand is quantized twice, and a step takes
 9 % longer on an H200 and 13 % longer on an H100. The packages torchao and Transformer Engine are
 not compared.
 
-On an H100 the GEMMs take 4.5 ms instead of 8.3, and all other kernels 2.3 ms instead of 0.7: the
-passes cost two fifths of what the GEMMs save. Their cost grows with the size of the matrices, that
-of the GEMMs with the size times the width, so narrow blocks gain less. E4M3 is used for the
-gradients as well, because every tensor is rescaled in every step; E5M2 has more range and less
-precision. Rounding the operands costs some percent of a gradient. The gradients of the weights add
-up the tokens without cuBLASLt's fast accumulation, which would cost more than the rounding (see the
-kernel file). The oracle checks the block's output and all gradients of one step; there is no
-optimizer, and convergence is not tested.
+On an H100 the GEMMs take 4.5 ms instead of 8.3, and all other kernels 2.3 ms instead of 0.8: the
+passes cost two fifths of what the GEMMs save (three tenths on an H200). Their cost grows with the
+size of the matrices, that of the GEMMs with the size times the width, so narrow blocks gain less.
+E4M3 is used for the gradients as well, because every tensor is rescaled in every step; E5M2 has
+more range and less precision. Rounding the operands costs some percent of a gradient. The gradients
+of the weights add up the tokens without cuBLASLt's fast accumulation, whose error would exceed that
+of the rounding (see the kernel file). The oracle checks the block's output and all gradients of one
+step; there is no optimizer, and convergence is not tested.
 """
 
 from functools import partial

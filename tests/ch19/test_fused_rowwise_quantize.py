@@ -3,13 +3,12 @@
 The scale of a row follows from its largest magnitude, so it is needed before the first element can
 be cast. Eager PyTorch runs one kernel per step (magnitudes, row maximum, division, multiplication,
 cast) and moves 17 bytes per element. All its steps are in bf16, which has more digits than fp8. Its
-division by the row's maximum, which is broadcast, runs in a kernel that is not vectorized and
-takes two fifths of the time on an H200. A block that keeps its row in registers reads 2 bytes and
-writes 1, a 5.7th of the traffic; eager's kernels also run below the copy rate. torch.compile, the
-library arm, fuses the steps too, but reads a long row a second time,
-from the L2 cache. On an H200 that takes 9 % longer. On an H100, whose memory is slower, the second
-read is hidden: both kernels run at 97 to 98 % of the copy rate, and torch.compile's is 0.7 %
-faster.
+division by the row's maximum, which is broadcast, runs in a kernel that is not vectorized and takes
+two fifths of the time on an H200. A block that keeps its row in registers reads 2 bytes and writes
+1, a 5.7th of the traffic; eager's kernels also run below the copy rate. torch.compile, the library
+arm, fuses the steps too, but reads a long row a second time, from the L2 cache. On an H200 that
+takes 9 % longer. On an H100, whose memory is slower, the second read is hidden: both kernels run at
+97 to 98 % of the copy rate, and torch.compile's is 0.7 % faster.
 
 The gain ends where a row exceeds the registers of a block, or where the matrix stays in the cache.
 Better still is to quantize in the epilogue of the kernel that produces the rows (a norm, an

@@ -6,12 +6,12 @@ arithmetic: PyTorch's default, but not good practice. On tensor cores it is boun
 matrix: four bytes per weight in TF32, two in bf16. Neither is sure to return the fp32 token: its
 error may exceed the distance of the first two.
 
-Rounded logits have a known bound on their error, the rounding unit times the norms of the factors.
-Tokens further below the largest logit than twice the bound cannot win. All others are candidates:
-one kernel lists them, and another computes their logits again from the fp32 weights. Close logits
-cost more rows, and never a wrong token. bf16's bound is four times TF32's, so it has more
-candidates: about ten per sequence, where TF32 has two. The second metric is their number: the fp32
-logits per sequence, counted once in the setup. For "fp32" that is the whole vocabulary.
+Rounded logits have a known bound on their error: four rounding units times the norms of the
+factors. Tokens further below the largest logit than twice the bound cannot win. All others are
+candidates: one kernel lists them, and another computes their logits again from the fp32 weights.
+Close logits cost more rows, and never a wrong token. bf16's bound is four times TF32's, so it has
+more candidates: about ten per sequence, where TF32 has two. The second metric is their number: the
+fp32 logits per sequence, counted once in the setup. For "fp32" that is the whole vocabulary.
 
 Output matrix and hidden states are those of a language model that is trained for this claim, on the
 source code of PyTorch (kernels/ch19/trained_logits.py). It has the vocabulary and the width of a
@@ -23,14 +23,14 @@ out.
 "tf32" is compared with fp32, a naive baseline, so its bar is also a share of the read rate; "bf16"
 is compared with "tf32", which shares all the rest. The bf16 copy adds half of the matrix's memory.
 The limit is the ratio of bytes, 2x, as candidates are few. The bytes do fall by that, and the
-product reaches it: on an H100 it reads the matrix at 2.7 TB/s in both arms, in 793 and 399 µs. The
-rest, which finds the maximum, lists the candidates and computes them again, takes some 100 µs in
-both, so the gain is 1.8x (1.74x on an H200). The library arm of "tf32" splits hidden states and
+product reaches it: on an H200 it reads the matrix at 3.9 TB/s in both arms, in 555 and 275 µs. The
+rest, which finds the maximum, lists the candidates and computes them again, takes some 90 µs in
+both, so the gain is 1.74x (1.8x on an H100). The library arm of "tf32" splits hidden states and
 weights into two bf16 parts each and adds three of their four products, which is nearly as exact as
 fp32: it reads as many bytes per weight as TF32, and takes 1.4 times as long on an H200. The same
-with TF32 parts (3xTF32), which reads more, is not compared.
-There is less to gain where many sequences share the matrix, so that arithmetic binds, or where
-logits are flat, so that many rows are read again.
+with TF32 parts (3xTF32), which reads more, is not compared. There is less to gain where many
+sequences share the matrix, so that arithmetic binds, or where logits are flat, so that many rows
+are read again.
 """
 
 from collections.abc import Callable

@@ -18,10 +18,10 @@ returns is less than 0.9 times that of the exhaustive search's. For this, all va
 turn, 64 times each. A test beside the claim counts the calls of both searches on a virtual clock.
 
 Where one call per variant is enough, it takes less time than either search. Autotuners such as
-Triton's give each variant the same time instead of the same number of calls, and so spend less on
-slow ones, too; they are not compared. A search is no better than its variants, which are plain C
-for one thread, without the host's widest vectors. NumPy's matrix product beats what is found here
-by far. Whoever needs a product calls the library; the lesson is how to search.
+Triton's give each variant the same time instead of the same number of calls, so that a slow one
+costs no more than a fast one; they are not compared. A search is no better than its variants, which
+are plain C for one thread, without the host's widest vectors. NumPy's matrix product beats what is
+found here by far. Whoever needs a product calls the library; the lesson is how to search.
 """
 
 from collections import Counter, defaultdict

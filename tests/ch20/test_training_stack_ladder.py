@@ -3,16 +3,16 @@
 "fused" replaces the eight passes over weights and moments of eager PyTorch's foreach AdamW by one.
 "compiled" also fuses the operations between the GEMMs, forward and backward: norms, activation
 functions, residuals, some casts of the weights. "graph" launches the compiled step at once. Each is
-judged against the step before it.
+judged against the rung before it.
 
 "fused" and "compiled" are judged in device time, for a model with 369 million weights and 4,096
 tokens per step in bf16; losses, weights and moments must agree. Their share of the bf16 limit is
 the model FLOPs utilization (MFU): the work is 6 operations per weight and token, and attention. The
 optimizer's time depends on the weights alone, so that more tokens per step raise the MFU and shrink
 the gain. On an H200 both rungs together reach 1.33x, where 1.5x was the aim: "fused" gains 1.26x
-and "compiled" 1.05x. In a trace, the eager step's kernels take 23.8 ms, of which 10.7 are GEMMs and
-7.8 AdamW. Of the 18.1 ms that remain in the end, the same GEMMs take 10.7, AdamW 2.9, the fused
-kernels 2.6 and attention 1.5. For 1.5x, everything but the GEMMs would have to fit in 5.2 ms. Fewer
+and "compiled" 1.05x. In a trace, the eager step's kernels take 23.7 ms, of which 10.6 are GEMMs and
+7.8 AdamW. Of the 17.9 ms that remain in the end, the same GEMMs take 10.6, AdamW 2.9, the fused
+kernels 2.6 and attention 1.7. For 1.5x, everything but the GEMMs would have to fit in 5.2 ms. Fewer
 bits are the next step (ch19/fp8_training_block).
 
 "graph" removes the launch overhead of Python. A large model hides that overhead behind its kernels.
