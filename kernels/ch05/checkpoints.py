@@ -1,4 +1,4 @@
-"""A training step that begins with a checkpoint of its weights, saved in three ways.
+"""A training step that begins with a checkpoint of its weights, saved in four ways.
 
 blocking    torch.save to a file, and fsync: the step waits until the file is on the disk.
 staged      The weights are copied to pinned buffers; a thread writes these while the step runs.

@@ -8,7 +8,7 @@ loop     Slots are sorted by expert, and a Python loop runs the tokens of one ex
 grouped  One grouped GEMM (`grouped_mm`) for all experts; it reads the group offsets on the GPU, so
          there is no loop and no wait.
 graph    The grouped rung in a CUDA graph, which is possible because no step depends on the CPU.
-fused    Also a graph, with five Triton kernels between the GEMMs: choose the experts; sort the
+fused    Also a graph, with five Triton kernels around the GEMMs: choose the experts; sort the
          slots, that is, find the row of each; copy the tokens to these rows; gate and activation;
          weighted sum of a token's results.
 """

@@ -11,8 +11,8 @@ again: both copies take lists of 250 tensors. In "views", the gradients are view
 in DistributedDataParallel with gradient_as_bucket_view, so that nothing is copied. The library arm
 needs neither: torch's coalescing manager puts the 250 calls into one NCCL group, which NCCL runs as
 one kernel. Both rungs beat it, because Python still makes its 250 calls one by one. The interval of
-"views" is wide: most blocks of its calls take 0.10 to 0.16 ms per call, and some up to 0.5 on two
-H200s and 1.1 on two H100s; why was not examined.
+"views" is wide: most blocks of its calls take 0.10 to 0.16 ms per call, but a few up to 1.1; why
+was not examined.
 
 The limit is the link: each rank sends 2 (ranks - 1) / ranks times the bytes of the bucket. The gain
 ends where the bytes of one tensor take longer than the fixed cost: a call takes 33 to 45 µs on two

@@ -13,8 +13,8 @@ which other ranks wait for, and those of weights, which fill the slots that woul
 The score is the makespan, exact if all chunks take equally long. A message keeps its sender busy
 for 0.05 of a forward pass; with asynchronous sends, messages cost less. Without them, the bubble
 alone gives 33 / 28.5. A test beside the claim compares the makespans without messages with the
-closed forms. The gain falls as m grows, because the bubble does not, and ends where messages take
-so long that twice as many cost more than the bubble. DualPipe, which runs two pipelines in opposite
+closed forms. The gain falls as m grows, because the bubble does not, and ends where twice as many
+messages cost more than the shorter bubble saves. DualPipe, which runs two pipelines in opposite
 directions, is not measured here.
 """
 

@@ -16,7 +16,7 @@ memory, which NCCL reduces in place.
 
 At 2 and 32 MiB device time is judged, as in a CUDA graph. The evidence is the name of the kernel
 that reduces: it shows which one ran, not why it is faster. On two H200s, the kernel of two-shot
-takes 14 µs for 2 MiB, and NCCL's 26; for 32 MiB they take 111 and 133. That is at most 302 GB/s in
+takes 15 µs for 2 MiB, and NCCL's 26; for 32 MiB they take 111 and 133. That is at most 302 GB/s in
 each direction. The limit is the link, since on two ranks each sends as many bytes as the tensor
 has, whichever algorithm runs; so a count of NVLink's bytes would not tell the arms apart. At 32
 MiB, one-shot's kernel takes 191 µs on H200s and is the naive choice, since two-shot is the best
@@ -30,7 +30,7 @@ host launches. In a CUDA graph, which takes the host out of the loop, it takes 1
 call, NCCL and PyTorch's process group make 14 calls of CUDA; one-shot makes two, one for the GEMM
 and one for the sum. How much of the gain these calls are, and how much the Python code of
 `dist.all_reduce` and the process group's own work, was not measured apart. A CUDA graph leaves no
-sure winner: in an earlier run on two H100s, NCCL was a little faster in it. Nor is the gain left
+sure winner: in an earlier run on two H100s, NCCL was a little faster in it. Nor is there a gain
 where the GPU needs longer than the host. The device time is recorded beside.
 
 NCCL 2.27 and later has such kernels, too, for buffers that are registered with it as symmetric

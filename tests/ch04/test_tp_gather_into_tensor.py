@@ -12,9 +12,8 @@ per layer. The launches decide: on two H100s a call takes 2.7 ms instead of 5.0,
 less than 0.1 ms of that. Where the GEMM of a layer takes longer than the host's launches, or a CUDA
 graph replays them, only the copies are left to gain. The limit is a layer's GEMM, tanh and
 all-gather. Weights are split by rows and activations kept as columns, so a shard is contiguous.
-Where the split runs along the inner dimension, a copy is needed either way. Pairs of layers of
-which the second is split by columns (row-parallel) need no gather between them, only one all-reduce
-at the end.
+Shards of an inner dimension would need a copy either way. Pairs of layers of which the second is
+split by columns (row-parallel) need no gather between them, only one all-reduce at the end.
 """
 
 import pytest

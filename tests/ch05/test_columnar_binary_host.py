@@ -21,8 +21,8 @@ pages are read either way.
 
 The limit of "columns" is the ratio of all columns to those that are used, 16 here, and the gain
 stays below it where adding a column's numbers takes longer than fetching them. On a host with 32
-CPUs it is 4.4x (3.9 to 5.0), after 2.4x (1.9 to 3.1) for "mapped_rows". A query over k columns
-gains at most 16 / k, and one over all of them nothing. Rows win where single records are
+CPUs the gain is 4.4x (3.9 to 5.0), after 2.4x (1.9 to 3.1) for "mapped_rows". A query over k
+columns gains at most 16 / k, and one over all of them nothing. Rows win where single records are
 looked up or appended: appending a row to a column file touches 16 places, and column formats
 therefore write groups of rows at a time. There is no library arm, because pyarrow is not among the
 packages of the course.

@@ -30,8 +30,8 @@ from pytest_aiperf import Bench, Compare, evidence
 def posting_lists(bench: Bench) -> tuple[torch.Tensor, ...]:
     """Draw gaps; return the compressed frames and the ids on the host, and a buffer for the ids.
 
-    The full size is 128 MiB of ids. The few launches of a call take little of that time. Each list
-    is shortened to whole frames.
+    The full size is 128 MiB of ids, so that the few launches of a call take little of its time.
+    Each list is shortened to whole frames.
     """
     count, frame = bench.size(32768, check=20), gap_codec.FRAME
     documents = 270 * count

@@ -7,11 +7,11 @@ releases the global interpreter lock (GIL) while it decompresses, so a pool of t
 cores, and the contents need not be sent from one process to another.
 
 The limit is the number of cores, less the imbalance of the last blocks: 40 blocks are 20 per core
-on two cores, but only 2.5 on 16. So on 16 logical CPUs one of them has three blocks, which limits
-the gain to 13.3x; 9.1x are measured. Two logical CPUs share a core, which may explain the rest;
-that was not measured. Other work counts as well: where it keeps one of two cores busy, the gain is
-at most 1.33x. Since the size of the contents is known (`bufsize`), zlib allocates it once and takes
-the GIL once per block; otherwise it does so each time that it doubles its buffer. Where
+on two cores, but only 2.5 on 16. On 16 logical CPUs, eight of them get three blocks if none is
+interrupted, so the gain is 13.3x at most; 9.1x are measured. Two logical CPUs share a core, which
+may explain the rest; that was not measured. Other work counts as well: a core that it keeps busy is
+shared with the pool. Since the size of the contents is known (`bufsize`), zlib allocates it once
+and takes the GIL once per block; otherwise it does so each time that it doubles its buffer. Where
 decompressing a block takes no longer than handing it to the pool, tens of microseconds, threads
 gain nothing. Faster decoders (ISA-L, zlib-ng) also help on one core, and their gain multiplies with
 that of the threads.

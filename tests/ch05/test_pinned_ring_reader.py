@@ -11,7 +11,7 @@ time through a ring of small pinned buffers, which may stay in the CPU's cache: 
 one while another is being sent. An event per block keeps a read from overwriting a block before its
 transfer is complete. "ring" is the same with four threads, and 20 MiB of buffers instead of 8.
 Reading is a memory copy by the CPU, a tenth as fast as PCIe: one reader reaches 5 to 6 GB/s on an
-H200. So the threads gain most, 2.5x, and the ring with one reader 1.3x. How much of the 1.3x is
+H200. So the threads gain most, 2.7x, and the ring with one reader 1.2x. How much of the 1.2x is
 overlap, and how much comes from the CPU's cache, was not measured; the evidence counts the copies.
 
 The limit is PCIe, at 55 GB/s. Four readers reach 13 to 16 GB/s on an H200. PCIe works for only 2.0

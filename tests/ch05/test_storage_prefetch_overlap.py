@@ -9,13 +9,13 @@ The limit is the sum of the stages over the longest one: 2x where the disk and t
 long. The first read stays exposed, so eight batches leave 16 steps in 9, 1.78x at most. On an H100
 the baseline takes 85 ms. The GPU works for 40 of them, so reading takes about 45. With read-ahead
 the eight reads remain, and the evaluation of the last batch: 50 ms, and 50 are measured. This is
-1.68x (1.53 to 1.86), but the disk varies: another run had 1.64x (1.31 to 2.05). Between the first
-copy and the last kernel the GPU works for 54 % of the time in the baseline, and for 95 % with
-read-ahead. Where one stage dominates, hiding the other saves little, and the remedy is to make that
-one faster: with larger or parallel requests for the disk (ch05/io_block_depth_host), or with less
-work for the GPU. A DataLoader with workers and pinned memory reads ahead in the same way, and has
-the same limit. Reads bypass the page cache (O_DIRECT); from there they would be a copy by the CPU,
-which overlaps in the same way.
+1.68x (1.53 to 1.86), but the disk varies: on an H200 it is 1.65x (1.38 to 1.97). On the H100,
+between the first copy and the last kernel, the GPU works for 54 % of the time in the baseline, and
+for 95 % with read-ahead. Where one stage dominates, hiding the other saves little, and the remedy
+is to make that one faster: with larger or parallel requests for the disk
+(ch05/io_block_depth_host), or with less work for the GPU. A DataLoader with workers and pinned
+memory reads ahead in the same way, and has the same limit. Reads bypass the page cache (O_DIRECT);
+from there they would be a copy by the CPU, which overlaps in the same way.
 """
 
 from functools import lru_cache, partial

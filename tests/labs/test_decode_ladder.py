@@ -9,24 +9,24 @@ rate.
 Python, which takes longer than they run, unless the host is fast. A graph needs fixed shapes, so
 attention goes over the whole slab of the cache with a mask. "fused" computes norm, activation
 function and residual in the matrix-vector products, which wait for memory anyway, and its attention
-is a kernel of its own that splits each head's cache over all SMs (flash-decoding). cuDNN splits the
-cache as well, and both take 1.2 ms for 8 tokens on an H100. There the products, with norm and
-residual, take 8.9 ms, cuBLAS's without them 9.6; the rest of the gain, two thirds of it, is that of
-the operations between the products. On an H200 these operations are all of the gain: they fall from
-1.3 to 0.1 ms, attention takes 1.0 ms in both, and the products take 7.3 ms, cuBLAS's 7.1.
-"overlapped" starts each kernel before the previous one has finished (programmatic dependent
-launch): its first weights arrive while the memory would idle. After that, only fewer bytes help.
-"int8" and "int4" quantize the weights, in groups with a common scale, and convert them in
-registers; `precision` declares their error.
+is a kernel of its own that splits each head's cache into parts, so that all SMs read it
+(flash-decoding). cuDNN splits the cache as well, and both take 1.2 ms for 8 tokens on an H100.
+There the products, with norm and residual, take 8.9 ms, cuBLAS's without them 9.6; the rest of the
+gain, two thirds of it, is that of the operations between the products. On an H200 these operations
+are all of the gain: they fall from 1.3 to 0.1 ms, attention takes 1.0 ms in both, and the products
+take 7.3 ms, cuBLAS's 7.1. "overlapped" starts each kernel before the previous one has finished
+(programmatic dependent launch): its first weights arrive while the memory would idle. After that,
+only fewer bytes help. "int8" and "int4" quantize the weights, in groups with a common scale, and
+convert them in registers; `precision` declares their error.
 
 The model has the width and heads of a 7B model, but 8 layers. Each rung is judged against the one
 before, on wall time for 8 tokens. torch.compile of a layer in the same graph, with cuDNN's
 attention, is the library arm of "fused" and "overlapped", and slower than both. That of "int8" and
 "int4" is the same layer with the weight-only products of gpt-fast: int8 in a kernel that
-torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. On an H100 tinygemm
-takes 7 % longer than "int4". The int8 arm is compiled in two parts, as in ch16/fp8_inference: in
-one the kernel of the last product would compute the GELU again for each output. Marlin is not
-compared.
+torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. On an H100 the step
+with tinygemm takes 7 % longer than that of "int4". The int8 arm is compiled in two parts, as in
+ch16/fp8_inference: in one the kernel of the last product would compute the GELU again for each
+output. Marlin is not compared.
 
 In "fused", the products read weights at nine tenths of the read rate on an H100, attention the
 cache at 0.6 of it. On an H200 it is 0.77 and 0.47, so "overlapped" reaches 3.4 TB/s there, where
