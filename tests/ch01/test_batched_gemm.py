@@ -5,14 +5,14 @@ products run one after another on one stream, so most of the GPU idles, and the 
 kernel (launch, first loads from memory, drain) is paid 40 times. One strided-batched call computes
 all products in one grid: the fixed cost is paid once, and the products run side by side.
 
-The claim is judged on device time, which excludes the gaps between launches, so it holds even where
-launches are free, as in a CUDA graph. Wall time, which an eager caller sees, is reported as well.
-In device time, the gain is at most the number of products, 40x. (In wall time it can be larger,
-because the loop also creates 120 views.) On an H200 the batched kernel takes 4.1 µs: its 80 blocks
-do not fill the 132 SMs and move the bytes at 22 % of the copy rate, so the fixed time of one kernel
-is what is left. With larger products that fixed time counts less and the gain falls; it ends where
-one product fills the GPU by itself (n of about 2048). Parallel branches of a graph are a middle way
-(ch03/launch_consolidation).
+The claim is judged on device time, taken from a CUDA graph of the calls: launches by the CPU are no
+part of it, but the gaps between its kernels are. Wall time, which an eager caller sees, is reported
+as well. In device time, the gain is at most the number of products, 40x. (In wall time it can be
+larger, because the loop also creates 120 views.) On an H200 the batched kernel takes 4.1 µs: its 80
+blocks do not fill the 132 SMs and move the bytes at 22 % of the copy rate, so the fixed time of one
+kernel is what is left. With larger products that fixed time counts less and the gain falls; it ends
+where one product fills the GPU by itself (n of about 2048). Parallel branches of a graph are a
+middle way (ch03/launch_consolidation).
 """
 
 import torch

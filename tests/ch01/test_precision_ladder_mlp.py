@@ -10,11 +10,11 @@ each rung is checked against it: fewer bits trade accuracy for speed.
 
 The two layers of this MLP do about a thousand operations per byte, so all rungs are compute-bound.
 GELU, residual and casts are kernels of their own: in fp16 and bf16 they take a fifth of the time,
-which an epilogue of the products would mostly save (test_gemm_epilogue_fusion.py). In tf32 they
-take a tenth; there the library computes one of the two equal products in smaller tiles (128x128
-instead of 128x256), which takes a fifth longer. Weights are converted once, when a model is loaded,
-and activations in every call; tf32 needs no conversion. The limit is the ratio of the units' rates:
-8x (tf32) and 16x (fp16, bf16) on Hopper. With a few rows the product is memory-bound and only bytes
+which an epilogue of the products would mostly save (ch09/gemm_epilogue_fusion). In tf32 they take a
+tenth; there the library computes one of the two equal products in smaller tiles (128x128 instead of
+128x256), which takes a fifth longer. Weights are converted once, when a model is loaded, and
+activations in every call; tf32 needs no conversion. The limit is the ratio of the units' rates: 8x
+(tf32) and 16x (fp16, bf16) on Hopper. With a few rows the product is memory-bound and only bytes
 count: 1x in tf32, 2x in fp16 and bf16.
 """
 

@@ -17,7 +17,7 @@ cores (a context manager; the parameters stay in fp32). On an H200 the GPU's wor
 time, but the step about 20 % more (9 to 33 %): autocast adds a fifth more launches, for casts, and
 launches set the pace until they are gone. So this rung is permitted to be slower. "fused" updates
 all parameters with one kernel instead of eight per tensor. It keeps bf16, whose casts it has to
-make up for, as it is judged against "pinned", which takes 16 % more time on an H200 and 6 % more on
+make up for, as it is judged against "pinned", which takes 12 % more time on an H200 and 6 % more on
 an H100. PyTorch's default needs a kernel per operation, but for all tensors at once: its launches
 are few as well, and what "fused" saves over it is bytes (ch13/fused_optimizer). "captured" launches
 the step as one CUDA graph (ch12/graph_replay), which is possible only because nothing in it waits
@@ -34,8 +34,7 @@ The model is small on purpose, 13 million weights in 24 tensors and 2,048 rows p
 launches are the subject: with "captured", the GPU needs less than a third of the time that the CPU
 takes to launch "fused". In a large model the kernels hide launches, bf16 gains most, and the MFU
 can reach the 45 % that are common there; here it cannot. 12x over the first arm was the aim and is
-not reached, 6.0x and 6.2x were measured, since "naive" waits little: its launches take most of its
-time, too.
+not reached: 6.0x was measured, since "naive" waits little: its launches take most of its time, too.
 """
 
 from itertools import pairwise

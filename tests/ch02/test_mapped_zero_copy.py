@@ -12,10 +12,10 @@ an H200 and an H100 the chunks took longer than the plain baseline, since the GP
 between their copies.
 
 On an H200, copying takes about two thirds of the baseline's time: 300 to 340 µs for 8.4 MB, 25 to
-28 GB/s, half of what pinned memory has elsewhere (test_pinned_h2d.py). The reason was not examined;
+28 GB/s, half of what pinned memory has elsewhere (ch02/pinned_h2d). The reason was not examined;
 the CPU has just written the buffer, so part of it is still in the CPU's caches. At 55 GB/s the copy
-would take 150 µs, and the gain would be about half as large. On the host of an H100 it is the other
-way round: the copy takes 200 µs, 42 GB/s, a third of the baseline's time.
+would take 150 µs, and the gain would be about a third smaller. On the host of an H100 it is the
+other way round: the copy takes 200 µs, 42 GB/s, a third of the baseline's time.
 
 The claim is judged on wall time until the rows are in the GPU's memory. Both arms have the row
 numbers where they need them. The gain depends on how fast the CPU gathers, which differs between

@@ -14,7 +14,7 @@ Two processes do that at the same time, one per GPU, so both directions of each 
 Nothing waits on the host in any arm: events between the streams of the GPUs order the copies. The
 library arm is what an expert writes without peer access: it stages each transfer in 16 chunks, so
 that while one GPU reads a chunk from host memory, the other writes the next. By the bytes, it could
-take half as long as "staged". On two H200s it takes 15.3 ms, 0.8 of it: the copies overlap in part
+take half as long as "staged". On two H200s it takes 16 ms, 0.8 of it: the copies overlap in part
 only, and in the trace they reach 46 GB/s on average. The comparison does not hold for GPUs that are
 connected by PCIe alone, where direct copies cross it once instead of twice.
 """

@@ -18,11 +18,11 @@ eight SMs, 6 % of an H100's, whether requests come or not, so the wall time of a
 when the job and all requests have ended, may be up to a quarter longer; on an H100 it is 5 % longer
 (11.9 ms instead of 11.3). The library arm needs no green contexts: with priority, it launches the
 background kernels with only as many blocks as all SMs but eight hold, so that the blocks of a
-request should find room. On an H200 its requests still take 0.35 ms, little less than with priority
-alone (0.38), and its calls about as long as with the partition (11.8 ms); why was not examined. It
-also needs kernels whose grid can be chosen, and the room is not reserved: blocks of any other work
-may take it. The partitions share the L2 cache and the memory bandwidth; a job that is limited by
-these slows the requests down as before. A kernel that launches as many blocks as the whole GPU
+request should find room. On an H200 its requests still take 0.34 ms, little less than with priority
+alone (0.38), and its calls as long as with the partition (12.2 and 12.1 ms); why was not examined.
+It also needs kernels whose grid can be chosen, and the room is not reserved: blocks of any other
+work may take it. The partitions share the L2 cache and the memory bandwidth; a job that is limited
+by these slows the requests down as before. A kernel that launches as many blocks as the whole GPU
 holds needs a second wave on a partition: size its grid for the SMs that it has. MIG partitions
 memory as well, but between processes, and only an administrator can change it. If blocks are short,
 priority is enough, and leaves all SMs to the job.

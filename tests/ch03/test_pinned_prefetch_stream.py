@@ -8,9 +8,10 @@ model has used the buffer's previous batch.
 
 The batches lie in pinned memory for both arms; copies from pageable memory do not overlap. Both
 arms issue the same copies and kernels, so the gain is the idle time that overlap removes. The limit
-is the sum of the two stages over the longer one: 2x where they take equally long; here the copies
-take 1.23 ms and the kernels 1.11. The first copy and the last computation stay exposed, which
-leaves 16 / 9 for 8 batches. Where one stage dominates, hiding the other saves little.
+is the sum of the two stages over the longer one: 2x where they take equally long. The first copy
+and the last computation stay exposed, which leaves 16 / 9 for 8 batches if the stages are equal;
+here the copies take 1.23 ms and the kernels 1.11. Where one stage dominates, hiding the other saves
+little.
 """
 
 import pytest
