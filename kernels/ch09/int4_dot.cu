@@ -5,10 +5,10 @@
 // so that neighbours are 16 bits apart. Each warp computes four rows: a lane loads 32 weights of
 // each row (16 bytes), and once for all rows the 32 values of x that belong to them.
 //
-// At memory bandwidth more than 30 weights per clock arrive at an SM of Hopper. It issues 4 warp
-// instructions per clock (128 lanes), of which at most half are integer or logic instructions. So
-// a weight can take 4 instructions, 2 of them integer ones, before instructions bind instead of
-// bytes. The rungs differ only in how they make fp32 weights of a word:
+// At the read rate, about 35 weights per clock arrive at an SM of an H200, and 25 of an H100. It
+// issues 4 warp instructions per clock (128 lanes), of which at most half are integer or logic
+// instructions. So on an H200 a weight can take 3.7 instructions, 1.8 of them integer ones, before
+// instructions bind instead of bytes. Only how the rungs make fp32 weights of a word differs:
 //
 //   convert    Plain C: shift (SHF), mask (LOP3), convert (I2FP) and subtract 8. Three of the four
 //              are integer instructions.

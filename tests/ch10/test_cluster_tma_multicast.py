@@ -30,11 +30,12 @@ instruction.
 
 The price of a cluster: a stage of the pipeline is free only when the consumers of all blocks have
 released it, so blocks wait for each other. Clusters of four also leave SMs without work where four
-does not divide the number of SMs of a GPC. "cluster_4" reads less than "cluster_2" and is no faster
-on an H100 and slower on an H200; how much each of the two costs it was not measured. And the
-instruction that releases a stage matters. Consumers have only read, so they arrive at the other
-blocks' mbarriers with `.relaxed.cluster`. With `.release.cluster`, each arrival is preceded by a
-fence for the whole GPU (MEMBAR.ALL.GPU in the SASS); no arm measures what that costs.
+does not divide the number of SMs of a GPC: here they get 120 of 132. "cluster_4" reads less than
+"cluster_2" and is no faster on an H100 and slower on an H200; how much each of the two costs it was
+not measured. And the instruction that releases a stage matters. Consumers have only read, so they
+arrive at the other blocks' mbarriers with `.relaxed.cluster`. With `.release.cluster`, each arrival
+is preceded by a fence for the whole GPU (MEMBAR.ALL.GPU in the SASS); no arm measures what that
+costs.
 """
 
 import pytest
