@@ -4,8 +4,8 @@
 //   launch_per_step  The end of each kernel is the barrier between two steps.
 //   grid_sync        One cooperative kernel runs all steps, with grid.sync() after each.
 //
-// Both run the same 128 blocks, so that the barrier is the only difference: a thread computes four
-// neighbouring cells, and an SM has at most one block.
+// Both run the same 128 blocks, and differ only in launches and barriers: a thread computes four
+// neighboring cells, and an SM has at most one block.
 //
 // States are not read through `const __restrict__` pointers: those loads may take the read-only
 // path, which does not see what other blocks write while the kernel runs.

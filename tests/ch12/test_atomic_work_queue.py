@@ -39,7 +39,7 @@ LEAST_BUSY_SM = "sm__cycles_active.min"
 ATOMICS = "l1tex__t_requests_pipe_lsu_mem_global_op_atom.sum"
 LADDER = ["static_split", "queue", "chunked"]
 PROOF = {
-    # the same work in all: the SM that has least to do in the static split has more
+    # the total work is the same: the least busy SM has more to do than in the static split
     "queue": evidence.counter(LEAST_BUSY_SM, min=1.2, per="baseline"),
     # one per four items, and one more per block
     "chunked": evidence.counter(ATOMICS, max=0.3, per="baseline"),

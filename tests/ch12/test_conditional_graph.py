@@ -12,14 +12,14 @@ arm: on an H100 it takes 0.21 of the time of "mapped_flag", 0.40 of that of "pol
 of that of "while_node".
 
 The claim is judged on wall time, because the kernels are the same. The gain is small where a step
-takes longer than a launch and a wake-up. The library arm needs no conditional node: the host
-captures a burst of guarded steps in a graph and launches it again before it reads the flag of the
-burst before, so that the GPU has work while the host wakes up, and one burst too many runs. The
-bursts have 32 steps, because a burst of 8 is shorter than a launch and a wake-up. On an H100,
-"while_8_steps" is 1.02x as fast as this arm, with an interval from 1.01 to 1.04. So the WHILE node
-hardly saves time against a host that polls late. It frees the host, which launches once and does
-not wait, and the length of a burst no longer depends on the host's speed. The body of a conditional
-node may contain kernels and copies, but nothing that needs the host.
+takes longer than a launch and a wake-up. The library arm needs no conditional node: a graph holds a
+burst of guarded steps, and the host launches it again before it reads the flag of the burst before,
+so that the GPU has work while the host wakes up, and one burst too many runs. The bursts have 32
+steps, because a burst of 8 is shorter than a launch and a wake-up. On an H100, "while_8_steps" is
+1.02x as fast as this arm, with an interval from 1.01 to 1.04. So the WHILE node hardly saves time
+against a host that polls late. It frees the host, which launches once and does not wait, and the
+length of a burst no longer depends on the host's speed. The body of a conditional node may contain
+kernels and copies, but nothing that needs the host.
 """
 
 from functools import partial

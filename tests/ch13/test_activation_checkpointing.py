@@ -12,11 +12,11 @@ The claim is judged on peak memory. The price is time: part of the forward pass 
 device time is shown beside the memory. At width 2048 the GEMMs outweigh the host's launches, so
 that this is the price that a user pays: a sixth of the step for the GEMM that "full" repeats, and a
 few percent for the passes over memory that both rungs repeat. The device time rises by 7 % for
-"selective", and for "full" by 20 % on an H100 and 21 % on an H200. 12 % and 34 % are allowed. The
-library arms are blocks compiled by torch.compile, which chooses by itself what it recomputes,
-within a budget of memory (activation_memory_budget): with 0.5 it stores what "selective" stores,
-and with 0 what "full" does. They are slightly better: on an H200 their peak is 0.5 % and 1 % lower,
-and the device time rises by 4 % and 18 %.
+"selective" and 21 % for "full" on an H200, and by 6 % and 20 % on an H100. 12 % and 34 % are
+allowed. The library arms are blocks compiled by torch.compile, which chooses by itself what it
+recomputes, within a budget of memory (activation_memory_budget): with 0.5 it stores what
+"selective" stores, and with 0 what "full" does. They are slightly better: on an H200 their peak is
+0.5 % and 1 % lower, and the device time rises by 4 % and 18 %.
 
 The peak falls by 1.7x and 3.8x on both GPUs; the limits are 2x and 10x. More layers, and more
 tokens per unit of width, bring it closer to these limits, because the peak also contains the

@@ -8,8 +8,8 @@ merged: memory that is reserved but not allocated (fragmentation) accumulates un
 full, and only then are unused segments returned. With expandable segments there is one range of
 addresses, into which the allocator maps device memory page by page. Neighboring free blocks merge,
 and the range grows at its end. The library arm takes the least memory: it allocates each layer's
-cache once, at its final length. Where that length is known, it beats both settings, and it copies
-nothing.
+cache once, at its final length. Where that length is known, it beats both settings, and it does not
+copy earlier tokens again.
 
 The score is the memory that PyTorch has reserved after a call, over the size of the full caches,
 256 MiB. The peak of the allocated bytes is the same, so the difference is fragmentation: 4.4x less

@@ -7,11 +7,10 @@ fp32 arrays of 4.2 GB at the peak. But rows do not depend on each other, and the
 is known as soon as the loss is. "chunked" computes losses and gradients of 1,024 rows at a time, so
 that only an eighth of the logits exists; that takes 1 to 4 % more time than eager PyTorch. "fused"
 does not even hold three copies of that: a Triton kernel sweeps each row of bf16 logits with an
-online softmax (test_online_softmax.py), and a second sweep writes the gradient over them. What
-remains is mostly the gradient of the weights. The library arm is torch.compile, which fuses the
-passes but keeps all logits. "chunked" loses to it in time: 36 ms against 20 on an H100, for 1.4
-times less memory. "fused" needs less than a third of the memory of torch.compile, and 2 to 7 % more
-time.
+online softmax (ch14/online_softmax), and a second sweep writes the gradient over them. What remains
+is mostly the gradient of the weights. The library arm is torch.compile, which fuses the passes but
+keeps all logits. "chunked" loses to it in time: 36 ms against 20 on an H100, for 1.4 times less
+memory. "fused" needs less than a third of the memory of torch.compile, and 1 to 7 % more time.
 
 The second claim judges the time of "fused" against eager PyTorch. Both run the same three products,
 which take most of it. Between them, eager PyTorch makes about ten passes over arrays of 2.1 or 4.2

@@ -1,10 +1,10 @@
 """Replaying a training step from a CUDA graph beats launching its kernels from Python.
 
-The step of a small model runs more than a hundred kernels of a few microseconds each: forward pass,
-backward pass and SGD with momentum. Python, autograd and the dispatcher take longer to launch a
-kernel than the GPU takes to run it. Captured once, the whole step is one launch. Here the graph
-replaces the launches of an eager step; in ch20/training_stack_graph it replaces those of a step
-whose passes are compiled and whose optimizer is fused already.
+The step of a small model runs 141 kernels of about two microseconds each: forward pass, backward
+pass and SGD with momentum. Python, autograd and the dispatcher take longer to launch a kernel than
+the GPU takes to run it. Captured once, the whole step is one launch. Here the graph replaces the
+launches of an eager step; in ch20/training_stack_graph it replaces those of a step whose passes are
+compiled and whose optimizer is fused already.
 
 torch.compile with mode="reduce-overhead", the library arm, captures the two passes and the update
 by itself and fuses their elementwise kernels, but each step still runs autograd in Python, checks
@@ -13,9 +13,9 @@ as long as the graph of the whole step.
 
 The claim is judged on wall time; losses, weights and momentum must be the same. A graph is bound to
 the addresses of its capture: batches are copied into the same tensors (not timed here), shapes must
-not change, and nothing may depend on a value on the CPU (a printed loss, a comparison with the
-gradient norm, a learning rate that is not a tensor). It gains nothing where kernels take longer
-than their launches.
+not change, no value may be needed on the CPU (a printed loss, a comparison with the gradient norm),
+and none may change there (a learning rate that is not a tensor). It gains nothing where kernels
+take longer than their launches.
 """
 
 import pytest

@@ -5,14 +5,14 @@ gradient is complete, however, as soon as the backward pass has left its layer, 
 optimizer reads it. "in_backward" registers a hook per parameter
 (`register_post_accumulate_grad_hook`) that runs the fused AdamW kernel for this parameter and frees
 its gradient. At most a few gradients are alive, so the peak falls by most of the gradients' bytes,
-which are 2 for each of 419 million weights in bf16. On an H100 the peak falls by 79 % of these
-0.84 GB, where 80 % was the aim. What remains is the activations (few, because both arms recompute
-each block in the backward pass, ch13/activation_checkpointing), the block that is being recomputed,
-and its gradients. Weights and moments (2.5 GB) exist before the step and do not count; with them
-the peak falls by a fifth.
+which are 2 for each of 419 million weights in bf16. The peak falls by 79 % of these 0.84 GB on an
+H200 and an H100, where 80 % was the aim. What remains is the activations (few, because both arms
+recompute each block in the backward pass, ch13/activation_checkpointing), the block that is being
+recomputed, and its gradients. Weights and moments (2.5 GB) exist before the step and do not count;
+with them the peak falls by a fifth.
 
-On an H100 the device time rises by 3 %: the same bytes are updated, a tensor at a time instead of
-all at once. With many small tensors, each needs a launch.
+The device time rises by 3 % on both: the same bytes are updated, a tensor at a time instead of all
+at once. With many small tensors, each needs a launch.
 
 The hook runs before anything else can look at all gradients. So it excludes clipping by their
 global norm, skipping a step after an overflow, and gradient accumulation, which must keep gradients

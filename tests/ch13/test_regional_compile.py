@@ -20,7 +20,7 @@ instead of 12.3 to 14.7 on H200s; a process compiles once, so this figure has no
 In all arms the rotations of the positions are tables: computed in the model, they would be fused
 into the kernels of each layer when it is compiled whole, and computed 18 times. Each call of a
 block checks its guards on the CPU. That is mostly hidden behind the kernels for 2,048 tokens. For
-one token it is not: there, the whole model in a CUDA graph is faster
+one token it is not: there, a CUDA graph of the whole model removes the launches
 (ch14/compile_large_model_decode).
 """
 

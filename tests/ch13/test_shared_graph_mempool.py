@@ -13,10 +13,10 @@ most 1/0.98 of that with separate pools. The price is that a graph may overwrite
 left in the pool, so results must be copied out before the next replay or, as here, be written to
 tensors that were allocated outside. The limit is the sum of the batch sizes over the largest one,
 4.5, if each private pool is as large as its batch needs, and the shared one as large as the
-largest. On an H100, 432 MiB become 90, which is 4.8 times less. More than 4.5 is possible because
-PyTorch reserves 20 MiB at a time for tensors of 1 to 10 MiB and rounds larger ones up to 2 MiB,
-which leaves small pools partly empty. If the smallest batch were captured first, each larger one
-would find the blocks too small and reserve new ones.
+largest. On an H200 and an H100, 432 MiB become 90, which is 4.8 times less. More than 4.5 is
+possible because PyTorch reserves 20 MiB at a time for tensors of 1 to 10 MiB and rounds larger ones
+up to 2 MiB, which leaves small pools partly empty. If the smallest batch were captured first, each
+larger one would find the blocks too small and reserve new ones.
 """
 
 from functools import partial

@@ -7,9 +7,9 @@ needs longer to launch its kernels than the GPU to run them. "compiled" has fewe
 "reduce_overhead" replays the same kernels from a CUDA graph and is judged against "compiled".
 
 The claims are judged on wall time after compilation. The price is in the record as well: the CPU
-time of the first call in this process, without results of earlier runs: on an H100 14 s, compared
-with 0.7 without compiling. It has no interval, because each process compiles once. Compiling pays
-in a program that runs many steps, and each new shape compiles again
+time of the first call in this process, without results of earlier runs, is 14 s on an H100,
+compared with 0.7 without compiling. It has no interval, because each process compiles once.
+Compiling pays in a program that runs many steps, and each new shape compiles again
 (test_dynamic_shape_recompiles.py). Compiling one block for all layers costs a fraction
 (ch13/regional_compile).
 

@@ -10,11 +10,11 @@ torch.compile of the same operations, the library arm, which takes 0.54 of its t
 The other rungs are judged against torch.softmax. Each row must be read and written at least once,
 and torch.softmax moves no more, so the only gain left is a larger share of copy bandwidth:
 torch.softmax reaches 45 % of it on an H200 and 61 % on an H100, so the limits are 2.2x and 1.6x. It
-loads 4 bytes per thread at a time; both rungs load 16, so they need a quarter of the loads per
-sweep. The width of the loads was not varied by itself. "online" (online softmax)
-computes the max and the denominator in one sweep, rescales the denominator whenever the running max
-grows, and reads the row a second time from the L2 cache. "resident" is compiled for this width,
-loads a whole row at once, and keeps it in registers.
+loads 4 bytes per thread at a time; both rungs load 16, so each of their sweeps needs a quarter of
+the loads. The width of the loads was not varied by itself. "online" (online softmax) computes the
+max and the denominator in one sweep, rescales the denominator whenever the running max grows, and
+reads the row a second time from the L2 cache. "resident" is compiled for this width, loads a whole
+row at once, and keeps it in registers.
 
 "resident" needs rows that fit in the registers of a block; "online" loses its cache hits where the
 rows in flight exceed the L2 cache.
