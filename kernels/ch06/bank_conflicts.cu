@@ -3,7 +3,8 @@
 // A block rotates one tile `rotations` times: out[row][column] = in[column][31 - row]. Each
 // rotation writes the tile to shared memory by rows and reads it back by columns. Device memory is
 // accessed twice per tile, shared memory 2 * rotations times, so shared memory is the bottleneck.
-// (With one rotation per tile, device-memory time would hide most of the layouts' differences.)
+// (With one rotation per tile, device memory would limit the layouts without conflicts, and they
+// would gain far less.)
 //
 // Shared memory has 32 banks of 4-byte words. Each bank serves one word per clock. The rungs differ
 // only in where the tile keeps element (row, column):

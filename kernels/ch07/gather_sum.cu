@@ -11,7 +11,7 @@
 //           through the table from its start to its end, so each sector is loaded about once.
 //
 // A sum of floats in another order rounds differently: here by less than its tolerance, because the
-// elements are positive and each thread adds only a few of them.
+// elements are positive and each thread adds only about a hundred of them.
 
 #include <cuda_runtime.h>
 

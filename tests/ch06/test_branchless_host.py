@@ -5,7 +5,7 @@ instructions run. The CPU does not wait for the decision: it predicts it from th
 wrong guess discards what was done since. On random data with half of the elements below the limit,
 every second guess is wrong. The branchless loop always stores the element and advances the output
 by the result of the comparison, 0 or 1: it stores more, but has nothing to predict. On a host with
-32 CPUs the branch takes 6.0 ms for a million elements and the branchless loop 1.0 ms: if every
+32 CPUs the branch takes 6.3 ms for a million elements and the branchless loop 1.06 ms: if every
 second guess is wrong, each wrong one costs nearly 10 ns.
 
 "half" filters random data at its median, the worst case for the branch. "rare" keeps 10 % of the

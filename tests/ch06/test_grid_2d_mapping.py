@@ -13,7 +13,7 @@ The first baseline is naive, because the mistake is the subject: (row, column) i
 mathematics, (x, y) that of CUDA. The gain of x_fast, 4.6x on an H200, is not 8x, the ratio of the
 sectors. The eight warps of a block use the eight floats of each sector, so caches can serve most of
 the extra accesses. And with one load per thread, x_fast itself reaches only 56 % of the copy rate;
-the last rung is 7.9 times as fast as the first baseline. The limit is the memory bandwidth of one
+the last rung is 7.8 times as fast as the first baseline. The limit is the memory bandwidth of one
 read and one write. A kernel that has to access two matrices along different axes, such as a
 transpose, has no such mapping and needs shared memory (ch07/transpose_ladder).
 """

@@ -5,8 +5,8 @@ are in host memory, and the first access of a kernel to each of them faults: the
 faults, the driver on the CPU migrates these pages and some of their neighbors, and the warps wait
 meanwhile. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
 faults. The kernel is the same. The library arm uses no managed memory: it copies the same data from
-pinned memory, which a program should do where its data can be there. It takes a seventh less time
-than the prefetch.
+pinned memory, which a program should do where its data can be there. It takes 14 % less time than
+the prefetch on an H200 and 11 % less on an H100.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
 not part of it. On an H200, data arrives at 6 to 10 GB/s on demand, at 43 with the prefetch and at

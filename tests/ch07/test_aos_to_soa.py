@@ -10,8 +10,8 @@ Neighboring floats can also be loaded 16 bytes at a time, which gains another 1.
 ("soa_vector", measured against "soa"): 7.9x over AoS. The groups of "aosoa" would allow that as
 well; it is not measured. "aosoa" takes 6 % longer than "soa" on an H200; why was not measured. The
 library arm, torch.mul on the array of the field, is as fast as "soa_vector" and faster than the
-rungs with 4-byte loads. Both reach 94 to 95 % of the copy rate, 4.1 TB/s; what takes the rest was
-not measured.
+rungs with 4-byte loads. Both reach 94 % of the copy rate, 4.1 TB/s; what takes the rest was not
+measured.
 
 The gain is limited by the bytes per particle: 64 read and 4 written against 4 and 4, which is 8.5x.
 It shrinks with every further field that is used, and a kernel that uses all fields of each particle

@@ -10,12 +10,12 @@ each other. With one copy of all counters per lane, each copy in a bank of its o
 conflicts are left ("per_lane"). CUB, the library arm, is faster than "shared" and slower than the
 other two.
 
-Each rung is measured against the one before it; the first baseline is naive. Its time is either 132
-or 276 ms, from one replicate (new buffers, new bytes) to the next; why was not examined. Hence the
-wide interval of "shared". The limit is one read of the bytes. They are uniformly distributed;
-skewed bytes, which meet at fewer counters, are not measured here. The copies take 32 KiB per block
-for 256 counters, so there is no room for copies of thousands of counters. On short inputs, clearing
-and adding up the copies costs more than the conflicts.
+Each rung is measured against the one before it; the first baseline is naive. Its calls take either
+132 or 276 ms, even within one replicate; why was not examined. Hence the wide interval of "shared".
+The limit is one read of the bytes. They are uniformly distributed; skewed bytes, which meet at
+fewer counters, are not measured here. The copies take 32 KiB per block for 256 counters, so there
+is no room for copies of thousands of counters. On short inputs, clearing and adding up the copies
+costs more than the conflicts.
 """
 
 import pytest

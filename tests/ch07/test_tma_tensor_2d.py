@@ -17,12 +17,13 @@ H200, "async_words" gains nothing over "by_pair": it saves the trip through regi
 many addresses and tests. This rung claims parity. With 16-byte copies a thread has at most three
 addresses to compute, and only those remain for TMA to save: a few percent. An H100 has slower
 memory, and "by_pair" reaches 78 % of a copy there (59 % on an H200), so that less is left to gain:
-8 % with "async_words", 1 % with "async_vectors". All gains shrink with wider elements (the same
-instructions, more bytes) and with more arithmetic. The limit is a copy, and "tensor_map" reaches
-82 % of it on an H200 and 88 % on an H100; what takes the rest was not measured. Resident blocks
-that request their next tile before they wait for the current one were slower when tried: the other
-blocks of an SM hide that wait already. The library arm is torch.compile of the same stencil; all
-rungs beat it. Row strides must be multiples of 16 bytes, for 16-byte copies and for the tensor map.
+8 % with "async_words" (why it gains there was not examined) and 1 % with "async_vectors". All gains
+shrink with wider elements (the same instructions, more bytes) and with more arithmetic. The limit
+is a copy, and "tensor_map" reaches 82 % of it on an H200 and 88 % on an H100; what takes the rest
+was not measured. Resident blocks that request their next tile before they wait for the current one
+were slower when tried: the other blocks of an SM hide that wait already. The library arm is
+torch.compile of the same stencil; all rungs beat it. Row strides must be multiples of 16 bytes, for
+16-byte copies and for the tensor map.
 """
 
 import pytest

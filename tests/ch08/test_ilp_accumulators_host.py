@@ -12,9 +12,9 @@ Little's law predicts the gains: latency times throughput is the number of multi
 that keeps the multipliers busy, 6 with a latency of 3 clocks (AMD's Zen), 8 with one of 4 (Intel's
 Skylake and later). Up to there, twice as many chains halve the time. So "two" and "four" can each
 gain 2x, and "eight" 6/4 or 8/4. More scalar chains gain nothing: two multiplications per clock are
-the limit, and with eight loads ahead of it, a CPU of two loads per clock is at that limit, too. The
-gain is smaller if another thread uses the same core's multipliers (SMT), and it ends earlier where
-data comes from farther than the L1 cache.
+the limit. Each also takes a load, of which some CPUs start no more than two per clock. The gain is
+smaller if another thread uses the same core's multipliers (SMT), and it ends earlier where data
+comes from farther than the L1 cache.
 
 Here it does not: 2048 numbers are 16 KiB, and each call passes over them 256 times, so that the
 call from Python is a small part of its time. All arms make the same passes, and the chains run on

@@ -8,9 +8,9 @@ order, so all results are bit-identical. torch.sum, the library arm, is faster t
 the last by 4 to 5 %.
 
 Only the unroll factor differs, and each rung is measured against the one before it. Both baselines
-are slower than what a user gets: without a pragma, nvcc unrolls this loop by 16 itself, which is
-the last rung. `#pragma unroll 1` and `#pragma unroll 4` hold it back, to show what that unrolling
-is worth. In other code it is lost where the loop contains a call, a wait, or a store that may alias
+are slower than what a user gets: without a pragma, nvcc unrolls this loop by 16 itself, as in the
+last rung. `#pragma unroll 1` and `#pragma unroll 4` hold it back, to show what that unrolling is
+worth. In other code it is lost where the loop contains a call, a wait, or a store that may alias
 the loads. On an H200 the matrix has four blocks of 256 threads per SM. With more threads, or wider
 loads, fewer loads per thread suffice. Both steps together gain 2.7x on an H200 and 2.0x on an H100.
 The limit is one read of the matrix.
