@@ -317,6 +317,11 @@ def test_rungs_that_need_other_inputs_are_timed_apart_and_say_so():
     assert seconds[0] == seconds[2] != seconds[1]
 
 
+def test_rungs_with_another_cache_are_timed_apart_and_say_so():
+    results, _ = outcomes(a_claim(), a_claim(cache="warm"))
+    assert all("the metric, cache=, or the arguments" in r.notes[0] for r in results)
+
+
 def test_rungs_are_timed_one_by_one_if_they_cannot_be_timed_together():
     def moody(calls=[]):  # noqa: B006  counts the calls of all claims
         def double(x):

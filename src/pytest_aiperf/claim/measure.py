@@ -322,7 +322,7 @@ def _groups(trials: Sequence[_Trial]) -> list[list[_Trial]]:
         for trial in group:
             trial.note(
                 "not timed together with all rungs: others differ in their inputs, their "
-                "reference, the metric, or the arguments that they change"
+                "reference, the metric, cache=, or the arguments that they change"
             )
     return list(groups.values())
 
