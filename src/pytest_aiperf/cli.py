@@ -269,7 +269,7 @@ def doctor(given: argparse.Namespace) -> int:
     `--bundle` contains neither the machine's nor the user's name, and no secrets from the
     environment. `doctor --bundle FILE.tar.gz --run -- COMMAND ...` adds the exit status of a
     command and the last lines of each rank, without what looks like a secret: read them before
-    you send the archive. The exit status is then that of the command.
+    you send the archive. The exit status is then that of the command, unless that is 0.
     """
     for option, is_given in (("capture", given.capture), ("run", given.runs_command)):
         if is_given and not given.bundle:

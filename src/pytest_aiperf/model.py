@@ -219,7 +219,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Rounds that use the same allocations and inputs; the statistics count them as one sample."""
+    """Rounds that use the same allocations; the statistics count them as one sample.
+
+    On a GPU, they also have the same input values. On the host, each block has new ones.
+    """
 
     seed: int  #: Seed of the inputs.
     rounds: tuple[Round, ...]  #: Rounds in which nothing disturbed the GPU.

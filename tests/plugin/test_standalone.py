@@ -144,6 +144,15 @@ def test_an_exception_of_an_arm_is_raised():
         pytest_aiperf.measure(**USUAL | {"optimized": broken})
 
 
+def test_an_exception_that_a_test_would_explain_is_raised_unchanged():
+    def needs_gpu(x):
+        raise RuntimeError("Found no NVIDIA driver")
+
+    words = {"optimized": needs_gpu, "metric": "wall", "device": "cpu"}
+    with pytest.raises(RuntimeError, match=r"^Found no NVIDIA driver$"):
+        pytest_aiperf.measure(**USUAL | words)
+
+
 def test_noise_floor_and_ceilings_are_measured_once(machine, monkeypatch):
     measured = []
     noise_floor, ceilings = measure.noise_floor, machine.ceilings

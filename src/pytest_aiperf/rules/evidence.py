@@ -49,7 +49,7 @@ def spills(*, min: Bound = None, max: Bound = None, kernel: str = "") -> Evidenc
 
 
 def launches(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the host's launches per call: kernels, graphs and copies."""
+    """Bound the host's launches per call: of kernels, graphs, copies and memsets."""
     return _evidence(EvidenceKind.LAUNCHES, min=min, max=max, per=per)
 
 

@@ -14,7 +14,7 @@ from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of, refuse_gpu
 from pytest_aiperf.claim.measure import ClaimContext, unpredictable
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
-from pytest_aiperf.errors import AiperfError, UsageError
+from pytest_aiperf.errors import AiperfError, ArmError, UsageError
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
@@ -109,8 +109,8 @@ def measure(
         work: Returns the :class:`Work` of one call, from which reports compute how close an
             arm comes to the GPU's limits.
         library: A third arm: the library call that a user would otherwise choose.
-        metric: The figure to judge; without a GPU, time is "wall". If there are several, the first
-            is judged and all are shown.
+        metric: The figure to judge; without a GPU, write "wall" for the time. If there are several,
+            the first is judged and all are shown.
         against: The kind of baseline.
         cache: "warm" allows the inputs to stay in the L2 cache between calls.
         precision: Lower precision in which the optimized arm computes, such as "bf16".
@@ -147,6 +147,8 @@ def measure(
         evidence=evidence,
     )
     [(result, error)] = measure_claims([claim], quick=quick, device=device, seed=seed)
+    if isinstance(error, ArmError) and error.__cause__ is not None:
+        raise error.__cause__  # its own message is about tests
     if isinstance(error, UsageError) or not isinstance(error, AiperfError | None):
         raise error
     return result
