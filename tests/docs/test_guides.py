@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_aiperf.machine.requirements import claim_id
-from pytest_aiperf.rules import roofline
+from pytest_aiperf.rules import advice, roofline
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
@@ -114,3 +114,12 @@ def test_the_roofline_table_is_that_of_the_recorded_ceilings():
         assert measured * 1e12 == pytest.approx(ceilings[name], rel=0.01)
         assert sheet * 1e12 == pytest.approx(roofline.DATASHEET["h200"][name], rel=0.01)
         assert share == round(100 * ceilings[name] / roofline.DATASHEET["h200"][name])
+
+
+def test_the_advice_table_has_the_claim_of_each_rule():
+    text = (ROOT / "docs/guides/profiling.md").read_text(encoding="utf-8")
+    section = text.partition("### Advice\n")[2].partition("\n```")[0]
+    shown = {claim for claim, _, _ in LINK.findall(section)}
+    rules = [rule for rule in advice.RULES if not any("top stall" in name for name in rule.when)]
+    assert len(rules) > 15
+    assert {rule.claim for rule in rules} <= shown
