@@ -137,9 +137,12 @@ def test_features_of_several_marks_add_up():
         ([pytest.mark.gpu(features=("tcgen05",))], ("sm100", "sm103")),
         ([pytest.mark.gpu(features=("fp4",))], ("sm100", "sm103", "sm121")),
         ([pytest.mark.gpu(features=("fp4",)), pytest.mark.sm121], ("sm121",)),
+        ([pytest.mark.gpu(min_sm=89)], ("sm90", "sm100", "sm103", "sm121")),
+        ([pytest.mark.gpu(min_sm=100)], ("sm100", "sm103", "sm121")),
+        ([pytest.mark.gpu(min_sm=130)], ("sm121",)),
     ],
 )
-def test_kernels_are_built_for_architectures_with_the_features(marks, archs):
+def test_kernels_are_built_for_architectures_that_the_markers_allow(marks, archs):
     assert requirements.requirements_of([m.mark for m in marks]).build_archs == archs
 
 

@@ -141,8 +141,12 @@ class Requirements:
 
     @property
     def build_archs(self) -> tuple[str, ...]:
-        """Architectures to build for without a GPU: those with a marker that have all features."""
-        archs = self.archs or ARCH_MARKS
+        """Architectures to build for without a GPU: those with a marker that have all features.
+
+        Of a claim for GPUs that are newer than all of them, the newest.
+        """
+        new_enough = [arch for arch in ARCH_MARKS if not self._is_older(arch)]
+        archs = self.archs or new_enough or ARCH_MARKS[-1:]
         return tuple(
             arch for arch in archs if not _lacking(self.features, arch) and self._fits(arch)
         )
@@ -183,8 +187,10 @@ class Requirements:
             return " and ".join(lacking)
         if not self._fits(arch):
             return self._shared_memory_needed
-        is_older = self.min_sm is not None and int(arch.removeprefix("sm")) < self.min_sm
-        return f"sm{self.min_sm} or newer" if is_older else ""
+        return f"sm{self.min_sm} or newer" if self._is_older(arch) else ""
+
+    def _is_older(self, arch: str) -> bool:
+        return self.min_sm is not None and int(arch.removeprefix("sm")) < self.min_sm
 
 
 def of_item(item: pytest.Item) -> Requirements:
