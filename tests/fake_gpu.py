@@ -4,7 +4,8 @@
 the machine as a JSON object, in which every member is optional:
 ``{"gpus": 2, "noise": "default", "seed": 1, "faults": [{"block": 3, "kind": "throttle"}]}``.
 ``gpus`` is a count or a list of objects with fields of Gpu. ``noise`` is ``"none"``, ``"default"``
-or an object with fields of Noise.
+or an object with fields of Noise. ``session_seed`` replaces the random seed of a session; null
+leaves it random.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ CEILINGS: Final = {
 """Limits of the fake GPU: bytes or operations per second, and seconds per launch."""
 
 _SM_MHZ = 1_980
+_random_seed = session_config.random_seed
 _THERMAL = 0x20
 """NVML's bit for thermal slowdown among the clock event reasons."""
 
@@ -460,12 +462,22 @@ class _Description:
     noise: Any = "default"
     seed: int = 0
     faults: tuple[Fault, ...] = ()
+    session_seed: int | None = 1
+    """An honest 99 % interval misses the true ratio in one session of a hundred: with random seeds,
+    a test of a verdict would fail as often."""
+
+
+def _describe(text: str) -> _Description:
+    try:
+        return from_json(_Description, json.loads(text), VARIABLE)
+    except (TypeError, ValueError) as why:
+        raise UsageError(f"{VARIABLE}={text}: {why} (see tests/fake_gpu.py)") from why
 
 
 def machine(text: str) -> FakeMachine:
     """Return the machine that the JSON in ``text`` describes."""
+    described = _describe(text)
     try:
-        described = from_json(_Description, json.loads(text), VARIABLE)
         objects = [{}] * described.gpus if type(described.gpus) is int else described.gpus
         gpus = [
             from_json(Gpu, {**to_json(FAKE_GPU), "uuid": f"fake-{i}", **gpu}, f"gpus[{i}]")
@@ -481,12 +493,12 @@ def machine(text: str) -> FakeMachine:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
-    """Make runs repeatable, and let tests accept the figures of the fake machine.
-
-    An honest 99 % interval misses the true ratio in one run of a hundred: with the random seed of a
-    real run, a test of a verdict would fail as often.
-    """
-    session_config.random_seed = lambda: 1
+    """Let tests accept figures of the fake machine, as those of the machine they stand for."""
+    try:
+        seed = _describe(os.environ.get(VARIABLE, "{}")).session_seed
+    except UsageError as why:
+        raise pytest.UsageError(str(why)) from why
+    session_config.random_seed = _random_seed if seed is None else lambda: seed
     session.CudaMachine = FakeMachine
 
 

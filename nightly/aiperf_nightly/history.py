@@ -52,7 +52,7 @@ FAILURES: Final = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
 """Outcomes of claims that ran and did not pass."""
 
 NOT_PASSED: Final = (*FAILURES, Outcome.SKIPPED)
-"""Also of claims that lacked something: one that passed before may have lost a library or a GPU."""
+"""Outcomes that `gate` flags: a skipped claim that passed before may now lack a library or GPU."""
 
 MAD_TO_SIGMA: Final = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""

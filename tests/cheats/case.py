@@ -23,8 +23,8 @@ from tests.plugin.claims import a_claim
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)
 RULE = StoppingRule(
     target_half_width=0.05,
-    min_replicates=4,
-    max_replicates=6,
+    min_replicates=6,
+    max_replicates=8,
     rounds_per_replicate=2,
     time_budget_s=1.0,
     undecided_replicates=0,
