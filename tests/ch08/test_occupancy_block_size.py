@@ -31,12 +31,17 @@ def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, float, int]:
     return a, torch.empty_like(a), 0.75, n
 
 
+def by_torch(a, out, factor, _n):
+    torch.mul(a, factor, out=out)
+
+
 @pytest.mark.parametrize("rung", OCCUPANCY_PERCENT)
 def test_occupancy_block_size(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     scale = nvcc("ch08/occupancy.cu")
     compare(
         baseline=scale["eighth"],
         optimized=scale[rung],
+        library=by_torch,
         against="naive",
         inputs=floats,
         work=lambda a, out, factor, n: Work(read=a.nbytes, written=a.nbytes, flops=n, dtype="fp32"),

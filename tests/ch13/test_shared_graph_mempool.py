@@ -30,7 +30,7 @@ from kernels.ch15.decoder import capture_graph
 from pytest_aiperf import Bench, Compare, Score, prepared, static
 
 SIZES = tuple(256 * i for i in (8, 7, 6, 5, 4, 3, 2, 1))
-"""Tokens per batch. With twice as many, the graphs would need an estimated 20 GB."""
+"""Tokens per batch, a graph each."""
 
 MAX_PRICE = 1 / 0.98
 """Most that the wall time of all replays may be longer with one pool."""
