@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -633,6 +634,27 @@ def test_sharing_the_host_limits_the_threads(tmp_path):
                 assert threads() == all_threads
         with GpuLock([], tmp_path / "locks").shared():
             assert threads() == all_threads
+
+
+def test_openmp_starts_no_threads_while_a_claim_on_a_gpu_shares_the_host(tmp_path):
+    def started(scope):
+        """Return how many threads a sum starts; OpenMP has a pool per thread that uses it."""
+        torch.set_num_threads(2)
+        numbers = torch.empty(2**20)
+        with scope:
+            before = set(os.listdir("/proc/self/task"))
+            numbers.sum()
+            return len(set(os.listdir("/proc/self/task")) - before)
+
+    lock = GpuLock([A], tmp_path / "locks", threads=1)
+    scopes = [lock.shared, lock.exclusive_gpu, lock.exclusive_host]
+    scopes.append(GpuLock([A], tmp_path / "locks").shared)  # there are no other workers
+    assert [_in_thread(started, scope()) for scope in scopes] == [0, 1, 1, 1]
+
+
+def _in_thread(function, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 def test_a_claim_on_a_gpu_compiles_a_function_once(tmp_path):

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from pytest_aiperf.errors import UsageError
 
@@ -36,9 +36,8 @@ class GpuLock:
     ``on_wait`` is called with a sentence when the lock has to wait for another process, and
     ``on_acquired`` when this wait is over. ``on_alone`` is called with what an exclusive scope has
     for itself, "GPU" or "host" (with the GPUs), and with "" when it ends. While the host is shared,
-    BLAS and OpenMP use at most ``threads`` threads: if each of several claims started one thread
-    per core, their threads would wait for one another. With GPUs only those of BLAS are limited:
-    torch.compile compiles a function again when the number of OpenMP's threads has changed. A
+    BLAS and OpenMP use at most ``threads`` threads, and with GPUs OpenMP a single one: if each of
+    several claims started one thread per core, their threads would wait for one another. A
     shared lock cannot be upgraded: release it before you take an exclusive one; others may hold the
     lock in between. ``pausable`` is for the process of a claim, which leads its session and may be
     stopped while it prepares; one that a user started, such as a notebook, may not.
@@ -144,6 +143,8 @@ class GpuLock:
                 elif self._threads is not None:
                     api = "blas" if self._gpus else None  # None limits BLAS and OpenMP
                     scope.enter_context(threadpool_limits(self._threads, user_api=api))
+                    if self._gpus:
+                        scope.enter_context(_serial_openmp())
                 yield
         finally:
             self._held, self._shared, self._is_suspended = False, None, False
@@ -205,6 +206,26 @@ class GpuLock:
         if since is not None:
             self.waited_s += time.monotonic() - since
             self.on_acquired()
+
+
+@contextmanager
+def _serial_openmp() -> Iterator[None]:
+    """Run OpenMP's parallel regions that this thread enters with one thread, until this ends.
+
+    Its waiting threads spin for milliseconds before they sleep, so the threads of many claims keep
+    the cores busy without any work done. The number of threads that OpenMP reports stays, because
+    torch.compile compiles a function again when that has changed.
+    """
+    controllers = ThreadpoolController().select(user_api="openmp").lib_controllers
+    libraries = [controller.dynlib for controller in controllers]
+    levels = [library.omp_get_max_active_levels() for library in libraries]
+    for library in libraries:
+        library.omp_set_max_active_levels(0)
+    try:
+        yield
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.omp_set_max_active_levels(level)
 
 
 def default_folder() -> Path:

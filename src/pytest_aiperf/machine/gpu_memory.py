@@ -32,8 +32,9 @@ the temporaries of a comparison, which is made by parts."""
 REFERENCE_SETS: Final = 4
 """Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
 take twice the bytes of fp32 inputs."""
-PATIENCE_S: Final = 30.0
-"""A claim that has waited for memory this long gets the next turn, ahead of later claims."""
+PATIENCE_S: Final = 240.0
+"""A claim that has waited for memory this long gets the next turn, ahead of later claims. A claim
+that needs all memory gets it when all others have ended: with its turn, the GPU empties for it."""
 POLL_S: Final = 0.2  #: Polling interval of a process that waits for memory to become free.
 
 
