@@ -6,8 +6,7 @@ each turn of its loop, 0.56 µs (497 turns in 278 µs), are 0.97 TB/s with the 1
 much as 45 % of a copy reads. Two resident blocks double the bytes in flight, four come close to the
 limit, and eight gain 3 % more on an H200 and lose 1 % on an H100: once memory is busy, further
 occupancy gains little. On an H200 even full occupancy, with one load per thread, reaches 90 % of a
-copy; torch.mul, which computes the same with a grid of its own, reaches 98 % (in
-ch08/bytes_in_flight, with twice the data). Why this loop stops at 90 % was not examined.
+copy; torch.mul, the library arm, reaches 97 %. Why this loop stops at 90 % was not examined.
 
 Kernel and bytes are the same in every rung; only the shared memory reserved per block differs, and
 with it the number of resident blocks, which is the grid. (The highest rung reserves none, and
