@@ -77,7 +77,8 @@ class Project:
         # the outer pytest run sets these; the inner one must not inherit them
         outer = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
         # with these, pytest's summary repeats whole messages, and Python buffers no output
-        for name in (*outer, "CI", "BUILD_NUMBER", "PYTHONUNBUFFERED"):
+        threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        for name in (*outer, "CI", "BUILD_NUMBER", "PYTHONUNBUFFERED", *threads):
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)
 
