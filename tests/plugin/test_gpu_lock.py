@@ -642,9 +642,9 @@ def test_openmp_starts_no_threads_while_a_claim_on_a_gpu_shares_the_host(tmp_pat
         torch.set_num_threads(2)
         numbers = torch.empty(2**20)
         with scope:
-            before = set(os.listdir("/proc/self/task"))
+            before = set(Path("/proc/self/task").iterdir())
             numbers.sum()
-            return len(set(os.listdir("/proc/self/task")) - before)
+            return len(set(Path("/proc/self/task").iterdir()) - before)
 
     lock = GpuLock([A], tmp_path / "locks", threads=1)
     scopes = [lock.shared, lock.exclusive_gpu, lock.exclusive_host]

@@ -133,6 +133,17 @@ def test_a_large_claim_is_not_overtaken_by_small_ones_forever(claim, monkeypatch
     assert small.holds.wait(PATIENCE_S)
 
 
+def test_a_claim_that_needs_less_has_its_turn_sooner(claim, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "PATIENCE_S", 1.0)
+    first, everything, half = claim(60), claim(100), claim(50)
+    time.sleep(1.5)  # the patience of both is over
+    first.release()
+    assert half.holds.wait(PATIENCE_S)
+    assert not everything.holds.is_set()
+    half.release()
+    assert everything.holds.wait(PATIENCE_S)
+
+
 def test_claims_that_delay_nobody_pass_while_a_large_one_has_its_turn(claim, monkeypatch):
     monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.0)
     first, large = claim(60), claim(80)

@@ -33,8 +33,8 @@ REFERENCE_SETS: Final = 4
 """Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
 take twice the bytes of fp32 inputs."""
 PATIENCE_S: Final = 240.0
-"""A claim that has waited for memory this long gets the next turn, ahead of later claims. A claim
-that needs all memory gets it when all others have ended: with its turn, the GPU empties for it."""
+"""A claim that needs all memory and has waited for it this long gets the next turn, ahead of later
+claims; one that needs less, after as much less. For a large claim the GPU has to empty."""
 POLL_S: Final = 0.2  #: Polling interval of a process that waits for memory to become free.
 
 
@@ -76,9 +76,10 @@ def reservation(
 
     A reservation waits until all reservations together are at most ``limit`` bytes, and until it
     fits into the free memory: arms that keep copies of their weights need more than is reserved for
-    them. A reservation larger than that waits until there is no other. A claim that has waited for
-    ``PATIENCE_S`` has the next turn: from then on, others pass only if all that have passed leave
-    room for it. So small reservations do not overtake a large one forever, and do not wait for it.
+    them. A reservation larger than that waits until there is no other. A claim whose patience is
+    over (see ``PATIENCE_S``) has the next turn: from then on, others pass only if all that have
+    passed leave room for it. So small reservations do not overtake a large one forever, and do not
+    wait for it.
 
     Args:
         gpu: UUID of the GPU.
@@ -104,7 +105,7 @@ def reservation(
             on_wait(f"waiting for {nbytes / 2**30:.1f} GiB of GPU {gpu}, which other claims use")
 
     queue = _Queue(folder, name, nbytes, limit)
-    begun = time.monotonic()
+    patience_ends = time.monotonic() + PATIENCE_S * nbytes / limit
     with ExitStack() as scope, ExitStack() as turn:
         while True:
             with locked(folder / f"{name}.gate"):
@@ -114,7 +115,7 @@ def reservation(
                     scope.enter_context(queue.noted(entry))
                     scope.callback(entry.unlink, missing_ok=True)
                     break
-                if time.monotonic() > begun + PATIENCE_S and not is_shared(queue.turn):
+                if time.monotonic() > patience_ends and not is_shared(queue.turn):
                     turn.enter_context(queue.noted(queue.turn))
                     queue.has_turn = True
             wait()
