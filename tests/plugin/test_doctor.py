@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -500,6 +501,29 @@ def test_clean_removes_what_this_plugin_wrote(littered):
     assert main(["clean"]) == 0
     assert sorted(p.name for p in here.rglob("*")) == ["sub"]
     assert not cache.exists()
+
+
+def test_clean_removes_a_cache_in_a_folder_of_runs_once(littered, monkeypatch, capsys):
+    here, _ = littered
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(here / ".aiperf" / "cache"))
+    lay_tagged(here, f".aiperf/cache/{BUILD}/library.so")
+    lay(here, ".aiperf/cache/ceilings/GPU-1.json")
+    assert main(["clean"]) == 0
+    assert sorted(p.name for p in here.rglob("*")) == ["sub"]
+    assert ".aiperf/cache" not in capsys.readouterr().out
+
+
+def test_clean_leaves_an_empty_folder_that_cannot_be_removed(littered, monkeypatch):
+    _, cache = littered
+
+    def is_a_volume(path):
+        if path == cache:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        os.rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", is_a_volume)
+    assert main(["clean"]) == 0
+    assert [*cache.iterdir()] == []
 
 
 def test_clean_removes_nothing_else(littered, tmp_path, capsys):

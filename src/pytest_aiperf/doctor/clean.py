@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +31,8 @@ def find_artifacts(below: Path, cache: Path, runs: str, artifacts: str) -> list[
     ceilings = cache / "ceilings"
     if not cache.is_symlink() and not ceilings.is_symlink():
         paths += sorted(ceilings.glob("*.json"))
-    return paths
+    whole = {*paths}  # a cache that lies in a folder of runs goes with it
+    return [path for path in paths if not whole.intersection(path.parents)]
 
 
 def _tagged(folder: Path) -> Iterator[Path]:
@@ -51,7 +53,7 @@ def remove(paths: Sequence[Path], runs: str) -> None:
                 path.unlink(missing_ok=True)
     parents = {path.parent for path in paths if path.name != runs}
     for parent in sorted(parents, key=lambda p: -len(p.parts)):
-        if not any(parent.iterdir()):
+        with suppress(OSError):  # it has other files, or is a volume of a container
             parent.rmdir()
 
 
