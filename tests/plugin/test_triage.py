@@ -229,13 +229,15 @@ def test_the_names_of_machine_and_user_are_hidden(monkeypatch):
     assert log_of("node-17 ann's annex node-170\n") == "<host> <user>'s annex node-170\n"
 
 
-def test_what_explains_a_failure_stays():
+@pytest.mark.parametrize("home", ["/home/someone", "/", ""])
+def test_what_explains_a_failure_stays(home):
     text = (
         "KeyError: 'layers.0.weight'\n"
         "tokens/s: 1200, max_tokens=512, step 3 at 12:30:01\n"
         "node:0 [127.0.0.1] torch 2.11.0 NCCL 2.28.3\n"
     )
-    assert log_of(text) == text
+    Path("text").write_text(text)
+    assert ended("cat", "text", environ=ENVIRON | {"HOME": home})[1]["run.log"] == text
 
 
 def test_a_secret_that_the_start_of_the_tail_cuts_is_not_packed(monkeypatch):

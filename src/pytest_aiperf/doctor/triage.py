@@ -146,7 +146,7 @@ def _scrubbed(text: str, private: Mapping[str, str]) -> str:
     for name, value in private.items():
         if len(value) >= (_SECRET_CHARACTERS if _SECRET_NAME.search(name) else _CHARACTERS):
             values |= {value: f"<{name}>", quote(value, safe=""): f"<{name}>"}
-    if (home := private.get("HOME", "/")) != "/":
+    if (home := private.get("HOME", "")) not in ("", "/"):
         values[home] = "~"
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, values[value])
