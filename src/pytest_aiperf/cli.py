@@ -58,7 +58,11 @@ DISTRIBUTIONS = {"prove": "selfcheck", **dict.fromkeys(("gate", "drift", "histor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status. An AiperfError is printed without a traceback."""
+    """Run one command; return its exit status.
+
+    An AiperfError is printed without a traceback. SIGTERM, which batch systems and `timeout` send,
+    ends a command as Ctrl-C does, and with it the programs that it has started.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = words[0] if words else ""
     words, profiled = _split(words)
@@ -70,10 +74,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             follows = command == "capture" and "; a command to profile follows --: capture TOOL -- "
             parser.error(f"unrecognized arguments: {shlex.join(unknown)}{follows or ''}")
-        return int(given.run(given))
+        with _sigterm_as_ctrl_c():
+            return int(given.run(given))
     except AiperfError as error:
         sys.stderr.write(f"{command}: {error}\n")
         return WRONG
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{command}: interrupted\n")
+        return command_profiler.INTERRUPTED
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Have SIGTERM raise KeyboardInterrupt."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Command(argparse.ArgumentParser):
@@ -707,7 +729,7 @@ def judge(given: argparse.Namespace) -> int:
             sys.stderr.write(f"{progress}: {j.status} {j.solution}, {j.seconds:.1f} s\n")
 
     found: list[judging.Judgement] = []
-    with _sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         if is_folder:
             found = judging.judge_all(pairs, options, given.processes, show)
         else:
@@ -725,20 +747,6 @@ def judge(given: argparse.Namespace) -> int:
         sys.stderr.write(f"interrupted: {len(found)} of {len(pairs)} judged\n")
         return command_profiler.INTERRUPTED
     return max(judgement.exit_status for judgement in found)
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Have SIGTERM, which batch systems and `timeout` send, raise KeyboardInterrupt."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def clean(given: argparse.Namespace) -> int:

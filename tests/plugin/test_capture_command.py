@@ -383,7 +383,8 @@ def test_a_deadline_interrupts_the_command_and_keeps_what_there_is():
     assert "ended" in (folder() / "torch.log").read_text()
 
 
-def test_ctrl_c_ends_the_command_and_writes_the_record():
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_the_command_and_write_the_record(signum):
     argv = [sys.executable, "-m", "pytest_aiperf", "capture", "nsys,ncu", "--", "sleep", "600"]
     running = subprocess.Popen(
         argv,
@@ -399,7 +400,7 @@ def test_ctrl_c_ends_the_command_and_writes_the_record():
         assert running.poll() is None
         time.sleep(0.05)
     time.sleep(0.5)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(signum)
     out, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == command.INTERRUPTED
     assert "nsys.log: interrupted after" in out

@@ -123,8 +123,9 @@ def test_a_deadline_interrupts_the_command():
     assert 1.0 <= time.monotonic() - started < triage.GRACE_S
 
 
-def test_ctrl_c_ends_the_command_and_writes_the_archive():
-    words = ["--bundle", "b.tar.gz", "--run", "--", "sh", "-c", "echo begun; exec sleep 600"]
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_the_command_and_write_the_archive(signum):
+    words = ["--bundle", "b.tar.gz", "--run", "--", "sh", "-c", "echo $$; exec sleep 600"]
     running = subprocess.Popen(
         [sys.executable, "-m", "pytest_aiperf", "doctor", *words],
         stdout=subprocess.DEVNULL,
@@ -132,10 +133,11 @@ def test_ctrl_c_ends_the_command_and_writes_the_archive():
         # the tests may be a background job, which ignores Ctrl-C
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
-    assert running.stderr.readline() == b"begun\n"
-    running.send_signal(signal.SIGINT)
+    pid = int(running.stderr.readline())
+    running.send_signal(signum)
     assert running.wait(PATIENCE_S) == INTERRUPTED
-    assert json.loads(packed()["run.json"])["ended"] == "by Ctrl-C"
+    assert json.loads(packed()["run.json"])["ended"] == "by Ctrl-C or SIGTERM"
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_the_load_of_the_gpus_is_packed_with_their_numbers(monkeypatch):
