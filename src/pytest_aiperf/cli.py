@@ -309,6 +309,7 @@ def doctor(given: argparse.Namespace) -> int:
     if given.bundle:
         files = bundle.contents(host, checks, capture=given.capture)
         if given.runs_command:
+            bundle.write(given.bundle, files)  # a place that cannot be written is an error now
             uuids: list[str] = []
             with suppress(AiperfError):  # the checks have shown it
                 uuids = [gpu.uuid for gpu in host.gpus()]

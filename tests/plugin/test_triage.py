@@ -197,6 +197,21 @@ def test_wrong_arguments_say_what_to_do(words, why, monkeypatch, capfd):
     assert not Path("b.tar.gz").exists()
 
 
+def test_an_archive_that_cannot_be_written_is_an_error_before_the_command_runs(healthy, capfd):
+    words = ["--bundle", "no/where/b.tar.gz", "--run", "--", "touch", "ran"]
+    assert main(["doctor", *words]) == 2
+    assert "cannot write no/where/b.tar.gz" in capfd.readouterr().err
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("text", ["no program", "#!/no/such/interpreter\n"])
+def test_a_command_that_the_kernel_cannot_run_is_named(text, healthy, capfd):
+    Path("job").write_text(text)
+    Path("job").chmod(0o755)
+    assert main(["doctor", "--bundle", "b.tar.gz", "--run", "--", "./job"]) == 2
+    assert capfd.readouterr().err.startswith("doctor: ./job cannot be run: ")
+
+
 # what is hidden
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 from urllib.parse import quote
 
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import telemetry
 from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.model import GpuLoad
@@ -87,6 +88,10 @@ def run(
                     on_poll=echo,
                     grace_s=GRACE_S,
                 )
+        except OSError as error:
+            if error.filename != command[0]:
+                raise
+            raise UsageError(f"{command[0]} cannot be run: {error.strerror or error}") from error
         finally:
             if recorder:
                 recorder.stop()
