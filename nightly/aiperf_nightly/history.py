@@ -396,7 +396,14 @@ def append(path: Path, night: Night) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # removes an incomplete last line
+            text = file.read()
+            last = text[text.rfind(b"\n") + 1 :]
+            try:
+                loads(last.decode(), path.name)
+            except (ValueError, RecursionError):
+                file.truncate(len(text) - len(last))  # removes an incomplete last line
+            else:
+                file.write(b"\n")  # only its end is missing, as some editors leave it
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())

@@ -159,6 +159,16 @@ def test_a_line_torn_at_any_byte_costs_that_night_only(tmp_path):
         assert path.read_bytes() == whole
 
 
+def test_a_night_whose_line_only_lacks_its_end_is_kept(tmp_path):
+    path = tmp_path / "h200.jsonl"
+    nights = quiet(3, copy=1.5)
+    history.append(path, nights[0])
+    history.append(path, nights[1])
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    history.append(path, nights[2])
+    assert history.read_history(path) == nights
+
+
 def test_a_torn_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "h200.jsonl"
     history.append(path, night(copy=1.5))
