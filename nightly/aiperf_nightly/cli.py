@@ -110,12 +110,12 @@ def gate(arguments: argparse.Namespace) -> int:
         judged.append((path, replace(night, void=judgement.void, failed=failed)))
     # while flagged claims have to be measured again, nothing is final, also of other kinds of GPU
     is_final = bool(again) or not flagged
-    if is_final:
-        for path, night in judged:
-            history.append(path, night)
     if arguments.flagged:
         ids = sorted({r.nodeid for r in results if (r.claim, r.key) in flagged})
         atomic_write(arguments.flagged, "".join(f"{nodeid}\n" for nodeid in ids))
+    if is_final:  # after all that may fail, because a night is added only once
+        for path, night in judged:
+            history.append(path, night)
     _print(text)
     return FAILED if is_final and is_failed else OK
 

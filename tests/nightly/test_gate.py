@@ -249,6 +249,13 @@ def test_a_run_is_judged_and_added_only_once(machine):
     assert len(machine.nights()) == 11
 
 
+def test_a_night_is_not_added_if_the_flagged_claims_cannot_be_written(machine):
+    machine.past()
+    (machine.path / "flagged.txt").mkdir()
+    assert main(["gate", machine.write("night.json", [claim()]), "--flagged", "flagged.txt"]) == 2
+    assert len(machine.nights()) == 10
+
+
 def test_a_further_run_is_another_run(machine):
     machine.past()
     low = claim(speedup=LOW)
