@@ -454,6 +454,8 @@ def test_a_problem_without_its_solution_is_refused(tmp_path, capsys):
         "the folder\n"
     )
     assert cli.main(["judge", str(problem), str(tmp_path), "--cpu"]) == 2
+    assert cli.main(["judge", str(tmp_path / "none"), "--cpu"]) == 2
+    assert capsys.readouterr().err == f"judge: {tmp_path / 'none'} does not exist\n"
     message = f"{problem} is a file, but {tmp_path} is a folder: name one of its files, or give the"
     assert message in capsys.readouterr().err
 
@@ -480,6 +482,23 @@ def test_bytes_that_the_result_depends_on_count_as_read():
                       (weight,))  # fmt: skip
     work = checks.bytes_to_move(case, "cpu", 3)
     assert (work.read, work.written) == (20 * 50 * 4 + 50 * 4, 20 * 4)
+
+def test_a_solution_belongs_to_the_longest_name_and_is_no_problem_itself(tmp_path):
+    problems = ("softmax.py", "softmax_backward.py", "gelu[tanh].py")
+    solutions = (*problems, "softmax_v2.py", "softmax_backward_v2.py", "gelu[tanh]_v2.py")
+    (tmp_path / "solutions").mkdir()
+    for path in (*problems, *(f"solutions/{name}" for name in solutions)):
+        (tmp_path / path).write_text("")
+    found = judging.pairs(tmp_path, tmp_path / "solutions")
+    assert [(p.name, s.name) for p, s in found] == [
+        ("gelu[tanh].py", "gelu[tanh].py"),
+        ("gelu[tanh].py", "gelu[tanh]_v2.py"),
+        ("softmax.py", "softmax.py"),
+        ("softmax.py", "softmax_v2.py"),
+        ("softmax_backward.py", "softmax_backward.py"),
+        ("softmax_backward.py", "softmax_backward_v2.py"),
+    ]
+
 
 
 def test_a_share_of_the_limit_and_the_diagnosis_are_shown():

@@ -1,5 +1,6 @@
 """Judge a solution in a process of its own: its result, its shortcuts, its time."""
 
+import glob
 import hashlib
 import os
 import re
@@ -661,9 +662,11 @@ def pairs(folder: Path, solutions: Path | None = None) -> list[tuple[Path, Path]
     A folder that has ``problem.py`` has its solutions in ``solution*.py``; one that has
     ``reference.py`` has them in ``submission*.py``. A file ``NAME.py`` has them in
     ``NAME_solution*.py`` beside it. With a folder of ``solutions``, a problem ``NAME.py`` has them
-    in ``NAME.py`` or ``NAME_*.py`` there, and a problem of KernelBench also in files such as
-    ``level_1_problem_3_sample_0_kernel.py``.
+    in ``NAME.py`` or ``NAME_*.py`` there, unless a longer name of a problem fits, and a problem of
+    KernelBench also in files such as ``level_1_problem_3_sample_0_kernel.py``.
     """
+    if not folder.exists():
+        raise UsageError(f"{folder} does not exist")
     if folder.is_file() and solutions is None:
         command = f"judge {folder} solution.py"
         raise UsageError(
@@ -675,18 +678,28 @@ def pairs(folder: Path, solutions: Path | None = None) -> list[tuple[Path, Path]
             "folder of the problems"
         )
     found: list[tuple[Path, Path]] = []
-    for file in sorted(folder.rglob("*.py")):
+    files, stems = sorted(folder.rglob("*.py")), set[str]()
+    if solutions is not None and (place := solutions.resolve()) != folder.resolve():
+        files = [file for file in files if place not in file.resolve().parents]
+        stems = {file.stem for file in files}
+    for file in files:
+        stem = glob.escape(file.stem)
+        longer = tuple(f"{other}_" for other in stems if other.startswith(f"{file.stem}_"))
         if solutions is None:
             names = {"problem": "solution", "reference": "submission"}
-            patterns = [f"{names.get(file.stem, f'{file.stem}_solution')}*.py"]
+            patterns = [f"{names.get(file.stem, f'{stem}_solution')}*.py"]
         else:
-            patterns = [file.name, f"{file.stem}_*.py"]
+            patterns = [f"{stem}.py", f"{stem}_*.py"]
             level, number = re.search(r"\d+", file.parent.name), re.match(r"\d+", file.stem)
             if level and number:
                 patterns.append(f"level_{level[0]}_problem_{number[0]}_*.py")
         search = file.parent.glob if solutions is None else solutions.rglob
         matches = {match for pattern in patterns for match in search(pattern)}
-        found += [(file, match) for match in sorted(matches) if match != file]
+        found += [
+            (file, match)
+            for match in sorted(matches)
+            if match != file and not f"{match.stem}_".startswith(longer)
+        ]
     if not found:
         where = f" in {solutions}" if solutions else ""
         raise UsageError(
