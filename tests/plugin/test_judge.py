@@ -298,6 +298,8 @@ MALFORMED = {
     "syntax": ("import torch\ndef f(:\n", "", 2, "problem.py:2: invalid syntax"),
     "half a problem": ("import torch\nclass Model: pass\n", "", 2,
                        "problem.py:2: a problem of the form KernelBench defines get_inputs, too"),
+    "solution's depth": (PROBLEM, f"ModelNew = {'-' * 200_000}1\n", 5,
+                         "solution.py:1: is nested too deeply"),
     "solution's syntax": (PROBLEM, "import torch\n\n)", 5, "solution.py:3: unmatched ')'"),
     "no ModelNew": (PROBLEM, "import torch\n", 5, "solution.py:1: defines no ModelNew, which"),
     "import fails": (PROBLEM, "import nothing_here\nModelNew = 1\n", 5,
@@ -328,6 +330,15 @@ def test_a_malformed_file_is_refused_in_one_sentence(name, tmp_path, capfd):
     head, text = capfd.readouterr().out.splitlines()
     assert message in text
     assert found == status, head
+
+
+def test_a_file_of_another_language_is_named_once(tmp_path, capfd):
+    (tmp_path / "problem.py").write_text(PROBLEM)
+    (tmp_path / "solution.txt").write_text("class ModelNew: pass\n")
+    words = [str(tmp_path / "problem.py"), str(tmp_path / "solution.txt")]
+    assert cli.main(["judge", *words, "--cpu"]) == 5
+    text = capfd.readouterr().out.splitlines()[1]
+    assert text == f"    {tmp_path / 'solution.txt'}:1: is not a Python file"
 
 
 def test_a_task_without_the_parameters_of_its_inputs_is_refused(tmp_path, capfd):
@@ -443,6 +454,8 @@ def test_a_solution_that_needs_a_gpu_is_not_broken(name, tmp_path, capfd, monkey
 def test_a_folder_without_pairs_is_refused(tmp_path, capsys):
     assert cli.main(["judge", str(tmp_path), "--cpu"]) == 2
     assert "has no problem with a solution" in capsys.readouterr().err
+    assert cli.main(["judge", str(tmp_path / "none"), "--cpu"]) == 2
+    assert capsys.readouterr().err == f"judge: {tmp_path / 'none'} does not exist\n"
 
 
 def test_a_problem_without_its_solution_is_refused(tmp_path, capsys):
@@ -454,8 +467,6 @@ def test_a_problem_without_its_solution_is_refused(tmp_path, capsys):
         "the folder\n"
     )
     assert cli.main(["judge", str(problem), str(tmp_path), "--cpu"]) == 2
-    assert cli.main(["judge", str(tmp_path / "none"), "--cpu"]) == 2
-    assert capsys.readouterr().err == f"judge: {tmp_path / 'none'} does not exist\n"
     message = f"{problem} is a file, but {tmp_path} is a folder: name one of its files, or give the"
     assert message in capsys.readouterr().err
 
@@ -471,17 +482,6 @@ def test_solutions_in_a_folder_of_their_own(tmp_path):
     found = judging.pairs(level, runs)
     assert [(p.name, s.name) for p, s in found] == [(names[0], names[0]), (names[0], names[1])]
 
-
-def test_bytes_that_the_result_depends_on_count_as_read():
-    weight = torch.randn(50)
-
-    def total(x, unused):
-        return (x * weight).sum(dim=1) + 0 * unused.shape[0]
-
-    case = forms.Case("", total, total, lambda _: (torch.randn(20, 50), torch.randn(1000)), total,
-                      (weight,))  # fmt: skip
-    work = checks.bytes_to_move(case, "cpu", 3)
-    assert (work.read, work.written) == (20 * 50 * 4 + 50 * 4, 20 * 4)
 
 def test_a_solution_belongs_to_the_longest_name_and_is_no_problem_itself(tmp_path):
     problems = ("softmax.py", "softmax_backward.py", "gelu[tanh].py")
@@ -499,6 +499,17 @@ def test_a_solution_belongs_to_the_longest_name_and_is_no_problem_itself(tmp_pat
         ("softmax_backward.py", "softmax_backward_v2.py"),
     ]
 
+
+def test_bytes_that_the_result_depends_on_count_as_read():
+    weight = torch.randn(50)
+
+    def total(x, unused):
+        return (x * weight).sum(dim=1) + 0 * unused.shape[0]
+
+    case = forms.Case("", total, total, lambda _: (torch.randn(20, 50), torch.randn(1000)), total,
+                      (weight,))  # fmt: skip
+    work = checks.bytes_to_move(case, "cpu", 3)
+    assert (work.read, work.written) == (20 * 50 * 4 + 50 * 4, 20 * 4)
 
 
 def test_a_share_of_the_limit_and_the_diagnosis_are_shown():

@@ -152,6 +152,8 @@ def _names(path: Path, kind: type[AiperfError]) -> dict[str, int]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise kind(f"{path}: cannot be read: {why}") from None
+    except (RecursionError, MemoryError):  # raised by the parser
+        raise kind(f"{path}:1: is nested too deeply") from None
     names: dict[str, int] = {}
     for node in ast.walk(tree):  # a definition may stand inside "if" or "try"
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -195,6 +197,8 @@ def load(path: Path, name: str) -> ModuleType:
 
 def located(path: Path, error: BaseException) -> str:
     """Describe an error in one sentence, with the last line of ``path`` that it passed through."""
+    if isinstance(error, FileError):  # it names its place
+        return str(error)
     line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
     if line is None:
         frames = traceback.extract_tb(error.__traceback__)
