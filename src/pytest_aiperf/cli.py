@@ -149,7 +149,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     text = "with --bundle: also run the command after `--`; add its exit status and last output"
     add("--run", action="store_true", dest="runs_command", help=text)
     text = "interrupt the command after this time (default: never)"
-    add("--deadline", metavar="SECONDS", type=float, default=math.inf, help=text)
+    add("--deadline", metavar="SECONDS", type=_seconds, default=math.inf, help=text)
     add = _command(subcommands, ceilings)
     add("--fresh", action="store_true", help="measure again, even if a measurement is cached")
     add("--links", action="store_true", help="also survey the links: each pair of GPUs, all sizes")
@@ -195,9 +195,9 @@ def _add_capture(subcommands: Any) -> None:
     text = "a function without parameters, instead of `-- COMMAND ...`"
     add("function", metavar="FILE.py::FUNCTION", nargs="?", default="", help=text)
     text = "number of calls of the function to profile (default: %(default)s)"
-    add("--calls", metavar="N", type=int, default=1, help=text)
+    add("--calls", metavar="N", type=_count, default=1, help=text)
     text = "time limit per tool (default: 300 for a function, none for a command)"
-    add("--deadline", metavar="SECONDS", type=float, help=text)
+    add("--deadline", metavar="SECONDS", type=_seconds, help=text)
     text = (
         "record only launches in the command's NVTX ranges or record_function blocks of this name"
     )
@@ -229,6 +229,27 @@ def _steps(text: str) -> tuple[int, int]:
     if found is None or int(found[1]) >= int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not A:B with A < B, such as 3:6")
     return int(found[1]), int(found[2])
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text} is not a time above 0")
+
+
+def _count(text: str) -> int:
+    with suppress(ValueError):
+        if (count := int(text)) > 0:
+            return count
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+
+
+def _seed(text: str) -> int:
+    with suppress(ValueError):
+        if 0 <= (seed := int(text)) < 1 << 63:  # torch takes no more bits, numpy nothing negative
+            return seed
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 2**63 - 1")
 
 
 def _add_views(subcommands: Any) -> None:
@@ -264,10 +285,10 @@ def _add_judge(subcommands: Any) -> None:
     text = "the widest tolerance that counts, whatever a problem states (default: %(default)s)"
     add("--cap", choices=get_args(PrecisionName), default="bf16", help=text)
     text = "time limit of a pair (default: %(default)s)"
-    add("--deadline", metavar="SECONDS", type=float, default=600, help=text)
-    add("--seed", metavar="N", type=int, help="seed of inputs and weights (default: random)")
+    add("--deadline", metavar="SECONDS", type=_seconds, default=600, help=text)
+    add("--seed", metavar="N", type=_seed, help="seed of inputs and weights (default: random)")
     text = "number of pairs to load and check at the same time (default: %(default)s)"
-    add("-n", metavar="N", type=int, default=1, dest="processes", help=text)
+    add("-n", metavar="N", type=_count, default=1, dest="processes", help=text)
     add("--json", action="store_true", help="print JSON: an object, or a list for a folder")
 
 
@@ -705,6 +726,8 @@ def judge(given: argparse.Namespace) -> int:
     folder, it is the highest status of its pairs. If Ctrl-C or SIGTERM ends the command, the
     judgements so far are shown, and the status is 130.
     """
+    if given.cpu and given.gpu:
+        raise UsageError("--cpu and --gpu exclude each other: leave one of them out")
     options = judging.Options(
         device="cpu" if given.cpu else "cuda" if given.gpu else None,
         metric=given.metric,

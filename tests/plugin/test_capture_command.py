@@ -442,6 +442,13 @@ def test_wrong_arguments_say_what_to_do(words, why, capfd):
     assert not Path("artifacts").exists()
 
 
+@pytest.mark.parametrize("words", [["--calls", "0"], ["--deadline", "-1"], ["--deadline", "nan"]])
+def test_a_number_without_a_meaning_is_refused(words, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        capture("torch", "a.py::f", *words)
+    assert f"{words[1]} is not a " in capfd.readouterr().err
+
+
 # PyTorch, recorded from inside
 
 

@@ -405,6 +405,28 @@ def test_without_a_gpu_the_host_is_measured_and_a_note_says_so(capfd, monkeypatc
     assert note not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--seed", "-1"], "-1 is not a number from 0 to 2**63 - 1"),
+        (["--seed", str(1 << 63)], "is not a number from 0 to 2**63 - 1"),
+        (["--deadline", "0"], "0 is not a time above 0"),
+        (["--deadline", "nan"], "nan is not a time above 0"),
+        (["-n", "0"], "0 is not a number from 1 on"),
+        (["-n", "many"], "many is not a number from 1 on"),
+    ],
+)
+def test_a_number_that_no_solution_can_help_is_refused(words, why, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["judge", "problem.py", "solution.py", *words])
+    assert why in capsys.readouterr().err
+
+
+def test_the_host_and_the_gpu_exclude_each_other(capsys):
+    assert cli.main(["judge", "problem.py", "solution.py", "--cpu", "--gpu"]) == 2
+    assert "--cpu and --gpu exclude each other" in capsys.readouterr().err
+
+
 def test_gpu_time_is_not_measured_on_the_host(capfd, monkeypatch):
     monkeypatch.setattr(judging.nvml, "visible", list)
     pair = (JUDGED / "plain/norms/problem.py", JUDGED / "plain/norms/solution_same.py")
