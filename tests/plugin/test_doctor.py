@@ -515,11 +515,12 @@ def test_clean_removes_a_cache_in_a_folder_of_runs_once(littered, monkeypatch, c
 
 def test_clean_leaves_an_empty_folder_that_cannot_be_removed(littered, monkeypatch):
     _, cache = littered
+    rmdir = Path.rmdir
 
     def is_a_volume(path):
         if path == cache:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        os.rmdir(path)
+        rmdir(path)
 
     monkeypatch.setattr(Path, "rmdir", is_a_volume)
     assert main(["clean"]) == 0

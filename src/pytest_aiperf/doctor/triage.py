@@ -98,7 +98,10 @@ def run(
         echo()
         code = EXPIRED if ended is None else ended
         status = code if code >= 0 else 128 - code
-        endings = {EXPIRED: "by its deadline, or with status 124", INTERRUPTED: "by Ctrl-C or SIGTERM"}
+        endings = {
+            EXPIRED: "by its deadline, or with status 124",
+            INTERRUPTED: "by Ctrl-C or SIGTERM",
+        }
         facts = {
             # word by word first, because quoting may take a value apart
             "command": _scrubbed(shlex.join(_scrubbed(word, private) for word in command), private),
