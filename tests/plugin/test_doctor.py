@@ -324,6 +324,14 @@ def test_a_failing_nvidia_smi_is_one_line(monkeypatch):
     assert "clocks 0" not in names
 
 
+@pytest.mark.parametrize("name", ["file", "file/cache"])
+def test_a_cache_whose_place_a_file_has_is_broken(name, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path / name))
+    found = next(check for check in doctor._disk(doctor.Host()) if check.name == "cache")
+    assert (found.state, found.found) == (State.BROKEN, "cannot be written")
+
+
 def test_the_real_machine_answers(tmp_path, monkeypatch):
     machine = doctor.Host()
     monkeypatch.chdir(tmp_path)

@@ -188,7 +188,8 @@ class Host:
         """Return the free space of a folder, which need not exist; None if it is not writable."""
         while not folder.exists():
             folder = folder.parent
-        return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None
+        is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+        return shutil.disk_usage(folder).free if is_writable else None
 
     def lock_folder(self) -> str:
         """Create and return the folder of the GPU locks; raise AiperfError if it cannot be used."""
