@@ -174,7 +174,8 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     _add_judge(subcommands)
     commands, broken = subcommands.choices, {}
     for name in ("doctor", "capture"):  # argparse never sees what _split takes off
-        usage = commands[name].format_usage().removeprefix("usage: ").rstrip()
+        usage = re.sub(r"\x1b\[[\d;]*m", "", commands[name].format_usage())  # Python 3.14 colors it
+        usage = usage.removeprefix("usage: ").rstrip()
         commands[name].usage = f"{usage} [-- COMMAND ...]".replace("%", "%%")
     if command not in commands:
         for entry in entry_points(group="pytest_aiperf.commands"):

@@ -239,6 +239,14 @@ def test_a_file_without_a_function_and_a_command_without_dashes_say_what_to_writ
     assert "[-- COMMAND ...]" in capsys.readouterr().out
 
 
+def test_the_usage_is_readable_where_argparse_colors_it(monkeypatch, capsys):
+    colored = "\x1b[1;34musage: \x1b[0m\x1b[1;35mcapture\x1b[0m [-h]\n"
+    monkeypatch.setattr(cli._Command, "format_usage", lambda _: colored)  # as Python 3.14 does
+    with pytest.raises(SystemExit):
+        capture("--help")
+    assert capsys.readouterr().out.startswith("usage: capture [-h] [-- COMMAND ...]\n")
+
+
 def test_the_limit_of_the_minimal_preset_is_told(monkeypatch):
     monkeypatch.setattr(ncu, "MAX_LAUNCHES", 5)  # the sample has five kernels
     assert capture("ncu", "--", "true") == 0
