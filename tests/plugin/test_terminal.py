@@ -326,6 +326,15 @@ def test_totals_count_every_outcome_and_average_only_what_counts():
     assert terminal.totals([result()]).startswith("1 claim: 1 FASTER; geometric mean 2.01x")
 
 
+def test_a_time_that_is_impossible_has_no_part_in_the_median_share():
+    impossible = dataclasses.replace(COPY, rate=8.4e12, share=1.96)
+    results = [
+        result("ch07/copy[vector]", limits={"optimized": COPY}),
+        result("ch07/copy[cheat]", limits={"optimized": impossible}, outcome=Outcome.INVALID),
+    ]
+    assert terminal.totals(results).endswith("median share of the limit 98% (1 claim)")
+
+
 def test_notes_explain_the_figures():
     capped = Round("ABBA", {"baseline": (2.0,), "optimized": (1.0,)}, event_reasons=0x5)
     free = dataclasses.replace(capped, event_reasons=None)

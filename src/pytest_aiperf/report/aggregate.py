@@ -42,14 +42,15 @@ def summarize(results: Sequence[Result]) -> Summary:
     against, unless that is a naive baseline or the verdict is INCONCLUSIVE.
     """
     ended = [r for r in results if r.outcome not in UNTRIED]
+    judged = [r for r in ended if r.outcome in JUDGED]  # the figures of the others are not valid
     speedups = [  # slowdowns too, but no ratios of bytes or scores
         r.speedup.value
-        for r in ended
-        if r.outcome in JUDGED and r.against is not Against.NAIVE and r.speedup
+        for r in judged
+        if r.against is not Against.NAIVE and r.speedup
         if r.verdict is not Verdict.INCONCLUSIVE
         if r.timing and r.timing.metric in (Metric.DEVICE, Metric.WALL)
     ]
-    shares = [r.limits["optimized"].share for r in ended if "optimized" in r.limits]
+    shares = [r.limits["optimized"].share for r in judged if "optimized" in r.limits]
     skips = [r.message for r in results if r.outcome is Outcome.SKIPPED]
     return Summary(
         claims=len(ended),
