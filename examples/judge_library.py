@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 import torch
 
-from pytest_aiperf import AiperfError, Outcome, Result, measure
+from pytest_aiperf import Outcome, Result, measure
 
 Operation = tuple[Callable[..., Any], Callable[..., Any], Callable[[str], Any]]
 """Reference, kernel and inputs."""
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             result = judge(operation, options.device)
             is_faster, text = result.outcome is Outcome.PASSED, result.message
-        except (AiperfError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  a kernel may fail in any way
             is_faster, text = False, f"{type(error).__name__}: {error}"
         failed += not is_faster
         sys.stdout.write(f"{name}: {' '.join(text.split())}\n")

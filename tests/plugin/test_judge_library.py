@@ -27,7 +27,12 @@ def narrow_third(x):
     return third(x.bfloat16()).float()
 
 
+def unknown(x):
+    return {}["no kernel for these sizes"]
+
+
 OPERATIONS = {
+    "unknown": (third, unknown, vectors),
     "fast": (doubling(200), doubling(100), vectors),
     "slow": (doubling(100), doubling(200), vectors),
     "wrong": (third, narrow_third, vectors),
@@ -57,6 +62,7 @@ def test_each_function_of_a_library_is_judged(monkeypatch, capsys):
     assert lines["slow"].startswith("SLOWER where FASTER is claimed")
     assert lines["wrong"].startswith("optimized disagrees with the reference")
     assert lines["same"].startswith("UsageError: ")
+    assert lines["unknown"] == "KeyError: 'no kernel for these sizes'"
     one = {"fast": OPERATIONS["fast"]}
     monkeypatch.setitem(sys.modules, "my_library", SimpleNamespace(OPERATIONS=one))
     assert judge_library.main(["my_library"]) == 0
