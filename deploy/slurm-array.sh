@@ -4,7 +4,8 @@
 #   deploy/slurm-array.sh SHARDS [ARGUMENT OF PYTEST]...
 #
 # Run it on a login node; `make .venv/ready` must have run on a GPU node before. SBATCH_PARTITION,
-# SBATCH_ACCOUNT and the other variables of sbatch apply. The results are in slurm/JOB/results.json.
+# SBATCH_ACCOUNT and the other variables of sbatch apply. The results are in slurm/JOB/results.json,
+# and the runs of the shards in slurm/JOB/1, slurm/JOB/2 and so on.
 #SBATCH --job-name=pytest-aiperf
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -23,14 +24,11 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then # on the login node
     sbatch --dependency="afterany:$array" --time=10 --output="slurm/$array-merge.log" \
         deploy/slurm-array.sh merge "$array"
 elif [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # a shard
-    .venv/bin/python -m pytest --gpu --cpu --shard="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" "$@" &
-    status=0
-    wait "$!" || status=$?
-    runs=(.aiperf/*-"$!") # the names are the start and the process of a run
-    mkdir -p "slurm/$SLURM_ARRAY_JOB_ID"
-    ln -s "../../${runs[-1]}" "slurm/$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"
-    exit "$status"
+    # exec: at the time limit, Slurm ends a shell at once, and pytest would have no time to write
+    exec .venv/bin/python -m pytest --gpu --cpu \
+        --shard="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" \
+        -o aiperf_runs="slurm/$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" "$@"
 else # the last job
-    .venv/bin/python -m pytest_aiperf merge "slurm/$2"/*/results.json -o "slurm/$2/results.json"
+    .venv/bin/python -m pytest_aiperf merge "slurm/$2"/*/latest/results.json -o "slurm/$2/results.json"
     .venv/bin/python -m pytest_aiperf complete "slurm/$2"/*/
 fi

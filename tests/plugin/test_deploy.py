@@ -8,14 +8,12 @@ import shlex
 import shutil
 import subprocess
 import tomllib
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pytest_aiperf import cli
-from pytest_aiperf.records.journal import new_run_id
 from pytest_aiperf.session.session import RUNS
 
 ROOT = Path(__file__).parents[2]
@@ -231,13 +229,23 @@ else
 fi
 """
 """Runs the jobs at once; the variable LOST names a task that ends without results."""
-PYTHON = "[[ $2 != pytest ]] || { mkdir -p .aiperf/2026-$$; touch .aiperf/2026-$$/results.json; }"
+PYTHON = """
+[[ $2 == pytest ]] || exit 0
+if [[ $SLURM_ARRAY_TASK_ID == "$KILLED" ]]; then
+    { read -rd ''; read -rd '' script; } < "/proc/$PPID/cmdline"
+    [[ $script != */slurm-array.sh ]] || { kill "$PPID"; sleep 0.5; }
+fi
+for word in "$@"; do [[ $word != aiperf_runs=* ]] || runs=${word#*=}; done
+mkdir -p "$runs/latest"
+touch "$runs/latest/results.json"
+"""
+"""Writes what pytest does; in the task that KILLED names, after its shell got SIGTERM."""
 
 
 @pytest.fixture
 def submit(tmp_path, fake):
     """Run slurm-array.sh with a fake sbatch; return its process and the commands of Python."""
-    variables = fake("sbatch", SBATCH) | {"LOST": ""}
+    variables = fake("sbatch", SBATCH) | {"LOST": "", "KILLED": ""}
     fake("python", PYTHON)
     clone = tmp_path / "clone"
     (clone / "deploy").mkdir(parents=True)
@@ -260,20 +268,23 @@ def test_a_job_array_measures_all_shards_and_merges_them(submit):
     process, python = submit("3", "--quick")
     assert process.returncode == 0, process.stderr
     *shards, merge, complete = python
-    assert shards == [f"-m pytest --gpu --cpu --shard={i}/3 --quick" for i in (1, 2, 3)]
-    files = " ".join(f"slurm/7/{i}/results.json" for i in (1, 2, 3))
+    assert shards == [
+        f"-m pytest --gpu --cpu --shard={i}/3 -o aiperf_runs=slurm/7/{i} --quick" for i in (1, 2, 3)
+    ]
+    files = " ".join(f"slurm/7/{i}/latest/results.json" for i in (1, 2, 3))
     assert merge == f"-m pytest_aiperf merge {files} -o slurm/7/results.json"
     assert complete == "-m pytest_aiperf complete slurm/7/1/ slurm/7/2/ slurm/7/3/"
 
 
 def test_a_lost_shard_does_not_keep_the_others_from_being_merged(submit):
     _, python = submit("3", LOST="2")
-    assert "merge slurm/7/1/results.json slurm/7/3/results.json -o" in python[-2]
+    assert "merge slurm/7/1/latest/results.json slurm/7/3/latest/results.json -o" in python[-2]
     assert python[-1].endswith("complete slurm/7/1/ slurm/7/3/")
 
 
-def test_the_folder_of_a_run_ends_with_its_process():
-    assert new_run_id(datetime.now(UTC), 123).endswith("-123")  # slurm-array.sh finds runs by it
+def test_a_shard_that_its_time_limit_ends_keeps_its_results(submit):
+    _, python = submit("3", KILLED="2")
+    assert "slurm/7/2/latest/results.json" in python[-2]
 
 
 def test_a_job_array_needs_the_number_of_shards(submit):
