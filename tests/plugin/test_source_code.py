@@ -292,6 +292,17 @@ def test_lines_that_changed_since_are_not_shown(root, module):
     assert {line.file for line in arms["library"]} == {"provenance_of_a_test/other.py"}
 
 
+def test_a_form_feed_is_no_end_of_a_line(tmp_path):
+    file = tmp_path / "form_feed.py"
+    file.write_text("# one section\n\f\n# and\u2028 the next\n\ndef base(x):\n    return x\n")
+    spec = importlib.util.spec_from_file_location("form_feed", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sources = provenance.locate({"optimized": module.base}, tmp_path)
+    shown = source_code.arms(result(sources=sources), tmp_path)["optimized"]
+    assert [(line.number, line.text) for line in shown] == [(5, "def base(x):"), (6, "    return x")]
+
+
 def test_lines_that_moved_are_found(root, module):
     sources = provenance.locate({"optimized": module.base}, root)
     before = source_code.arms(result(sources=sources), root)["optimized"]

@@ -70,7 +70,7 @@ def arms(result: Result, root: Path) -> dict[str, tuple[Line, ...]]:
 def _lines(sources: Sequence[Source], root: Path) -> Iterator[Line]:
     for file in dict.fromkeys(source.file for source in sources):
         try:
-            content = _read(root, file).splitlines()
+            content = _read(root, file).split("\n")  # other characters end no line of a compiler
         except (OSError, ValueError):
             continue
         parts = [s.found(content) for s in sources if s.file == file]

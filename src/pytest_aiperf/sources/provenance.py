@@ -90,7 +90,7 @@ class _Search:
 
     def sources(self) -> Iterator[Source]:
         for path, spans in self._spans.items():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             for first, last in _merged(spans, lines):
                 yield Source.of(path.relative_to(self._root).as_posix(), first, last, lines)
 
