@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -44,13 +45,15 @@ def product():
 
 def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str, str]:
     """Return the text of each file of the bundle, by file name."""
-    names = _requirements()
-    packages = {d.name: d.version for d in metadata.distributions() if d.name in names}
+    packages = {}
+    for name in sorted(_requirements()):
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     facts = {
         "python": platform.python_version(),
         "system": platform.system(),
         "machine": platform.machine(),
-        "packages": dict(sorted(packages.items())),
+        "packages": packages,
         "environment": environment.recorded(host.environ),
     }
     lines = [{k: v for k, v in to_json(check).items() if k != "detail"} for check in checks]
