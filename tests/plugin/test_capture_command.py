@@ -603,6 +603,13 @@ def test_a_command_without_pytorch_is_a_sentence():
     assert "no Python process of the command used PyTorch" in found.error
 
 
+def test_a_script_may_look_for_pytorch_before_it_imports_it():
+    looking = "import importlib.util\nassert importlib.util.find_spec('torch')\n"
+    Path("phases.py").write_text(looking + PHASES)
+    _, found = trace_of(sys.executable, "phases.py")
+    assert [row.name for row in found.parts[0].ranges] == ["forward", "update"]
+
+
 def test_an_error_of_the_script_keeps_its_trace():
     Path("phases.py").write_text(PHASES + "\n")
     Path("fails.py").write_text(PHASES.replace("sys.exit(", "raise ValueError("))

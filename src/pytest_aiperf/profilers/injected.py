@@ -44,7 +44,7 @@ _OPERATOR_FIGURES = {
 
 
 class _TorchFinder:
-    """Calls a function once PyTorch has been imported."""
+    """Calls a function once PyTorch has been imported; until then it is in sys.meta_path."""
 
     def __init__(self, imported: Callable[[Any], object]) -> None:
         self._imported = imported
@@ -53,14 +53,19 @@ class _TorchFinder:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec: ModuleSpec | None = importlib.util.find_spec(name)
+        try:
+            spec: ModuleSpec | None = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # a program may only ask whether torch is installed
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
-            self._imported(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._imported(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader only
         return spec
