@@ -629,6 +629,17 @@ def test_another_sitecustomize_still_runs(tmp_path):
     assert found.parts
 
 
+def test_an_error_of_another_sitecustomize_is_shown_and_does_not_prevent_the_recording(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "sitecustomize.py").write_text("import a_module_that_is_missing\n")
+    Path("phases.py").write_text(PHASES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done, found = trace_of(sys.executable, "phases.py")
+    assert done.stderr.count("No module named 'a_module_that_is_missing'") == 2  # both processes
+    assert found.parts
+
+
 def test_the_recorder_imports_nothing_that_a_foreign_interpreter_lacks():
     code = "import sys; sys.modules['pytest_aiperf'] = None; import runpy; runpy.run_path({!r})"
     subprocess.run([sys.executable, "-c", code.format(injected.__file__)], check=True)

@@ -268,8 +268,9 @@ def _run_other_sitecustomize() -> None:
     sys.path[:] = [path for path in paths if Path(path or ".").resolve() != folder]
     try:
         importlib.import_module("sitecustomize")
-    except ImportError:
-        pass
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
     finally:
         sys.path[:] = paths
         if this is not None:
@@ -290,6 +291,8 @@ def _install() -> None:
 
 
 if __name__ == "sitecustomize":
-    _run_other_sitecustomize()
-    if VARIABLE in os.environ:
-        _install()
+    try:
+        _run_other_sitecustomize()  # Python reports its error, and goes on
+    finally:
+        if VARIABLE in os.environ:
+            _install()
