@@ -1,7 +1,10 @@
 """The hash of a claim's source code ignores comments and docstrings."""
 
 import importlib.util
+import shutil
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +72,15 @@ def test_bytes_that_are_no_text_change_the_hash(tmp_path):
     assert source_hash.identity([tmp_path / "a.h"])
 
 
+def imported(tmp_path, text):
+    """Return a module with this text, which is not in sys.modules."""
+    (tmp_path / "test_of_code.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("test_of_code", tmp_path / "test_of_code.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_imports_of_imported_modules_are_followed(tmp_path, monkeypatch):
     def write(name, text):
         (tmp_path / f"{name}.py").write_text(text)
@@ -78,13 +90,31 @@ def test_imports_of_imported_modules_are_followed(tmp_path, monkeypatch):
     ring = write("ring_of_code", "import link_of_code\n")
     link = write("link_of_code", "from table_of_code import SIZE\nimport ring_of_code\n")
     table = write("table_of_code", "SIZE = 4\n")
-    test = write("test_of_code", "import json, pytest_aiperf, ring_of_code\n")
-    spec = importlib.util.spec_from_file_location("test_of_code", test)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(tmp_path, "import json, pytest_aiperf, ring_of_code\n")
+    test = Path(module.__file__)
     # monkeypatch removes them after this test
     for name in ("ring_of_code", "link_of_code", "table_of_code"):
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
     assert set(source_hash.files(module, tmp_path)) == {test, ring, link, table}
     assert source_hash.files(module, tmp_path / "elsewhere") == []
     assert source_hash.files(None, tmp_path) == []
+
+
+def test_a_compiled_module_of_the_project_is_no_source(tmp_path):
+    module = imported(tmp_path, "import numpy.linalg._umath_linalg as extension\n")
+    compiled = tmp_path / Path(module.extension.__file__).name
+    shutil.copy(module.extension.__file__, compiled)
+    module.extension = types.ModuleType("extension_of_code")
+    module.extension.__file__ = str(compiled)
+    assert source_hash.files(module, tmp_path) == [tmp_path / "test_of_code.py"]
+
+
+def test_modules_of_python_itself_are_left_out_where_the_project_has_them(tmp_path):
+    module = imported(tmp_path, "import json, _json\n")
+    assert source_hash.files(module, Path("/")) == [tmp_path / "test_of_code.py"]
+
+
+def test_a_module_outside_of_a_package_may_try_a_relative_import(tmp_path):
+    text = "try:\n    from . import table\nexcept ImportError:\n    table = None\n"
+    module = imported(tmp_path, text)
+    assert source_hash.files(module, tmp_path) == [tmp_path / "test_of_code.py"]

@@ -1,10 +1,12 @@
 """Hash of a claim's source code without comments and docstrings."""
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import io
 import sys
+import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,8 +17,11 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def files(module: ModuleType | None, root: Path) -> list[Path]:
-    """Return the files below ``root`` of a module and of everything that it imports."""
-    package = __name__.partition(".")[0]
+    """Return the Python files below ``root`` of a module and of everything that it imports.
+
+    Compiled modules are left out: they differ between machines and versions of Python.
+    """
+    package, standard = __name__.partition(".")[0], sysconfig.get_path("stdlib")
     paths: dict[str, Path] = {}
     queue = [module]
     while queue:
@@ -25,7 +30,9 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
         if current is None or not path or current.__name__ in paths:
             continue
         foreign = current.__name__.partition(".")[0] == package or "site-packages" in path
-        if foreign or not Path(path).is_relative_to(root):
+        # the environment may be a folder of the project, and have Python's own modules
+        foreign = foreign or Path(path).is_relative_to(standard)
+        if foreign or Path(path).suffix != ".py" or not Path(path).is_relative_to(root):
             continue  # a change of the plugin or of a library does not change the claim
         paths[current.__name__] = Path(path)
         for value in list(vars(current).values()):
@@ -41,8 +48,10 @@ def _named_in_imports(module: ModuleType) -> Iterator[ModuleType]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             relative = "." * node.level + (node.module or "")
-            name = importlib.util.resolve_name(relative, module.__package__)
-            names = [name, *(f"{name}.{alias.name}" for alias in node.names)]
+            # the module has caught this error as well, when it was imported
+            with contextlib.suppress(ImportError):
+                name = importlib.util.resolve_name(relative, module.__package__)
+                names = [name, *(f"{name}.{alias.name}" for alias in node.names)]
         yield from (sys.modules[name] for name in names if name in sys.modules)
 
 
