@@ -61,6 +61,26 @@ def test_code_changes_the_hash(tmp_path, name, text, was, now):
     assert identity(tmp_path, name, text) != identity(tmp_path, name, text.replace(was, now))
 
 
+@pytest.mark.parametrize(
+    ("encoding", "head"),
+    [
+        ("utf-8-sig", ""),
+        ("latin-1", "# coding: latin-1\n"),
+        ("utf-8", "\f\n"),
+        ("utf-8", "a = '\u2028'\n"),
+    ],
+)
+def test_every_text_that_python_reads_has_a_hash(tmp_path, encoding, head):
+    def write(text):
+        (tmp_path / "a.py").write_text(head + text, encoding=encoding)
+        return source_hash.identity([tmp_path / "a.py"])
+
+    text = 'def größe():\n    """Größe."""\n    return 1  # Größe\n'
+    assert write(text) == write(text.replace("  # Größe", "")) == write(text.replace('ße."', 's."'))
+    assert write(text) != write(text.replace("return 1", "return 2"))
+    assert write(text) != write(text.replace("größe()", "größe(x)"))
+
+
 def test_names_of_files_change_the_hash_and_their_order_does_not(tmp_path):
     assert identity(tmp_path, "a.h", "int a;") != identity(tmp_path, "b.h", "int a;")
     paths = [tmp_path / "a.h", tmp_path / "b.h"]

@@ -59,8 +59,11 @@ def identity(paths: Iterable[Path]) -> str:
     """Return a hash of the files' code, which does not depend on comments and docstrings."""
     digest = hashlib.sha256()
     for path in sorted(set(paths)):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        code = _python_code(text) if path.suffix == ".py" else _cpp_code(text)
+        if path.suffix == ".py":
+            with tokenize.open(path) as file:  # in the encoding that its first lines declare
+                code = _python_code(file.read())
+        else:
+            code = _cpp_code(path.read_text(encoding="utf-8", errors="replace"))
         lines = [line.rstrip() for line in code.splitlines()]
         digest.update("\n".join([path.name, *filter(None, lines), ""]).encode())
     return digest.hexdigest()[:12]
@@ -79,7 +82,7 @@ def _cpp_code(text: str) -> str:
 
 def _python_code(text: str) -> str:
     """Remove comments and docstrings, but keep the layout of the rest."""
-    lines = text.splitlines(keepends=True)
+    lines = io.StringIO(text).readlines()  # not splitlines(), which splits at form feeds as well
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     spans = [(*t.start, *t.end) for t in tokens if t.type == tokenize.COMMENT]
     for node in ast.walk(ast.parse(text)):
