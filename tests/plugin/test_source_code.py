@@ -194,6 +194,15 @@ def test_a_function_comes_with_what_it_uses(root, module):
     }
 
 
+@pytest.mark.parametrize("head", ["\ufeff", "\f\n"])
+def test_a_byte_order_mark_and_a_form_feed_shift_no_lines(root, head):
+    file = root / "provenance_of_a_test/fused.py"
+    file.write_text(head + file.read_text())
+    fused = importlib.import_module("provenance_of_a_test.fused")
+    [text] = shown(root, fused.one).values()
+    assert text.removeprefix("\ufeff") == "STEP = 1\n\n\ndef one(x):\n    return x + STEP"
+
+
 def test_a_lambda_is_its_own_line(root, module):
     rungs = 'RUNGS = {"a": base, "b": lambda x: x + x, "c": lambda x: min(x, LIMIT)}'
     assert shown(root, module.RUNGS["b"]) == {HERE: rungs}

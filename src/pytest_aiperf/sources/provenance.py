@@ -38,7 +38,7 @@ class _File:
     """A Python file and what its statements define."""
 
     def __init__(self, path: Path) -> None:
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self.tree = ast.parse(path.read_bytes())
         self.classes = {n.name: n for n in self.tree.body if isinstance(n, ast.ClassDef)}
         self.assigned: dict[str, ast.stmt] = {}
         self.imported: dict[str, tuple[str, str]] = {}
@@ -90,6 +90,7 @@ class _Search:
 
     def sources(self) -> Iterator[Source]:
         for path, spans in self._spans.items():
+            # not splitlines(), which splits at form feeds as well
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             for first, last in _merged(spans, lines):
                 yield Source.of(path.relative_to(self._root).as_posix(), first, last, lines)
