@@ -95,6 +95,10 @@ if sys.argv[1:] == ["hang"]:
     sleeps = subprocess.Popen(["sleep", "1000"])
     pathlib.Path(job["stem"]).with_name("started").write_text(str(sleeps.pid))
     time.sleep(1000)
+if sys.argv[1:] == ["full"]:
+    pathlib.Path(job["scratch"], "reply").touch()
+    sys.exit("No space left on device")
+print("Error:", *sys.argv[1:])
 reply = dict(error=" ".join(sys.argv[1:]), work=dict(read=50.0, written=50.0))
 pathlib.Path(job["scratch"], "reply").write_text(json.dumps(reply))
 """
@@ -286,6 +290,17 @@ def test_an_arm_that_only_copies_runs_no_kernel(make_request, monkeypatch):
 def test_an_error_of_the_target_is_reported(make_request):
     with pytest.raises(CaptureFailed, match="the baseline arm under ncu: out of memory"):
         capture(make_request("ncu", "out", "of", "memory"))
+
+
+def test_an_error_of_the_target_is_no_refusal_of_the_tool(make_request):
+    why = "fp8 is not supported on this GPU"
+    with pytest.raises(CaptureFailed, match=rf"captured nothing of the baseline arm \({why}\)"):
+        capture(make_request("torch", *why.split()))
+
+
+def test_a_reply_that_no_disk_could_hold_is_the_end_of_the_process(make_request):
+    with pytest.raises(CaptureFailed, match=r"the baseline arm under ncu: its process ended with"):
+        capture(make_request("ncu", "full"))
 
 
 def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path, monkeypatch):

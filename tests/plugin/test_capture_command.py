@@ -603,6 +603,11 @@ def test_a_command_without_pytorch_is_a_sentence():
     assert "no Python process of the command used PyTorch" in found.error
 
 
+def test_what_a_command_says_of_its_gpu_is_no_refusal_of_the_recorder():
+    _, found = trace_of("echo", "fp8 is not supported on this GPU")
+    assert "no Python process of the command used PyTorch" in found.error
+
+
 def test_a_script_may_look_for_pytorch_before_it_imports_it():
     looking = "import importlib.util\nassert importlib.util.find_spec('torch')\n"
     Path("phases.py").write_text(looking + PHASES)

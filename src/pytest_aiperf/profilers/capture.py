@@ -320,23 +320,31 @@ def _run_target(
         is_waiting = Path(scratch, WAITING).exists
         status = run_in_group(command, log, request.deadline_s, env=env, is_paused=is_waiting)
         ending = _ending(status, request.deadline_s)
-        reply = CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
-        if (reply_file := Path(scratch, "reply")).exists():
-            reply = from_json(CaptureReply, json.loads(reply_file.read_text()))
+        answer = _answer(Path(scratch, "reply"))
         if tool.report:
             tools.write_reports(tool, tool_command[0], stem)
+    reply = answer or CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
     if artifact.exists() and artifact.stat().st_size:
         return reply
     output = log.read_text(errors="replace")
     if tool.no_kernels_message and tool.no_kernels_message in output and not reply.error:
         return reply
-    tools.raise_if_refused(tool, output)
+    if not (answer and answer.error):  # an error of the arm may read like a refusal of the tool
+        tools.raise_if_refused(tool, output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     reason = reply.error or (lines[-1][:300] if lines else f"its process {ending}")
     what = f"the {job.arm} arm" if job.arm in ARMS else "the call"
     raise CaptureFailed(
         f"{tool.name} captured nothing of {what} ({reason}); see {os.path.relpath(log)}"
     )
+
+
+def _answer(file: Path) -> CaptureReply | None:
+    """Read the reply of a profiled process; None if it left none, or died while it wrote it."""
+    try:
+        return from_json(CaptureReply, json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return None
 
 
 def _ending(status: int | None, deadline_s: float) -> str:

@@ -357,7 +357,6 @@ def _parts(
                 f"{tool.name} profiled no kernel: the command runs none on the GPU, or none that "
                 f"--nvtx, --kernel and --launch-skip select; see {shown}"
             )
-        tools.raise_if_refused(tool, output)
         if not binary:
             on_gpu = " on the GPU" if tool.hook == "memory" or injected.has_gpu() else ""
             hint = f" for more than {request.steps[0]} steps" if request.steps else ""
@@ -368,6 +367,7 @@ def _parts(
                 f"{on_gpu}{hint}, or it ended without Python's exit handlers (os._exit, a signal, "
                 f"python -I); see {shown}"
             )
+        tools.raise_if_refused(tool, output)
         lines = [line.strip() for line in output.splitlines() if line.strip()][-_LISTED:]
         reason = next((line for line in lines if "error" in line.lower()), why or "no report")
         raise CaptureFailed(f"{tool.name} captured nothing ({reason[:300]}); see {shown}")
