@@ -287,6 +287,19 @@ def test_a_report_of_nsys_is_exported_once(tmp_path):
     assert read("nsys", report, "baseline", binary=broken).figures["kernels"] == 2
 
 
+def test_a_part_of_an_export_does_not_pass_for_the_whole(tmp_path):
+    (report := tmp_path / "baseline.nsys-rep").touch()
+    export = exported(tmp_path / "export.sqlite")
+    body = f"to = sys.argv[4].partition('=')[2]\nshutil.copy({str(export)!r}, to)"
+    full = fake_nsys(tmp_path, f"{body}\nsys.exit('No space left on device')")
+    for _ in range(2):
+        with pytest.raises(CaptureFailed, match=r"could not export .*\(No space left on device\)"):
+            read("nsys", report, "baseline", binary=full)
+    assert {file.name for file in tmp_path.iterdir()} == {"export.sqlite", report.name, "nsys"}
+    with pytest.raises(CaptureFailed, match=r"cannot be exported: .*absent"):
+        read("nsys", report, "baseline", binary=str(tmp_path / "absent"))
+
+
 def test_what_nsys_cannot_export_is_a_sentence(tmp_path):
     (report := tmp_path / "baseline.nsys-rep").touch()
     tool = fake_nsys(tmp_path, "sys.exit('unknown version')")

@@ -6,6 +6,7 @@ import math
 import re
 import sqlite3
 import subprocess
+import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -319,14 +320,23 @@ def _export(report: Path, exported: Path, binary: str | None) -> None:
         return
     if binary is None:
         raise CaptureFailed(f"{report} cannot be read without nsys: install Nsight Systems")
-    options = ("--type=sqlite", "--force-overwrite=true", f"--output={exported}")
-    command = [binary, "export", *options, str(report)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or not exported.is_file():
-        output = " ".join((done.stderr or done.stdout).split())[-200:]
-        raise CaptureFailed(
-            f"nsys could not export {report} ({output}): is it older than the report?"
-        )
+    try:
+        # elsewhere at first: nsys may leave a part of an export, which would pass for a whole one
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=exported.parent) as scratch:
+            whole = Path(scratch, exported.name)
+            options = ("--type=sqlite", "--force-overwrite=true", f"--output={whole}")
+            command = [binary, "export", *options, str(report)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", check=False
+            )
+            if done.returncode or not whole.is_file():
+                output = " ".join((done.stderr or done.stdout).split())[-200:]
+                raise CaptureFailed(
+                    f"nsys could not export {report} ({output}): is it older than the report?"
+                )
+            whole.replace(exported)
+    except OSError as error:
+        raise CaptureFailed(f"{report} cannot be exported: {error}") from error
 
 
 def _rows(db: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "") -> list[Any]:
