@@ -79,6 +79,20 @@ def test_a_raw_counter_keeps_the_units_of_ncu(report):
     assert "no__such.sum" not in profile.figures
 
 
+@pytest.mark.parametrize(
+    ("metric", "unit"),
+    [
+        ("dram__bytes.sum.pct_of_peak_sustained_elapsed", "%"),
+        ("dram__bytes.sum.per_second", "byte/second"),
+        ("dram__bytes.sum", "byte"),
+        ("gpu__time_duration.sum", "ns"),
+        ("smsp__inst_executed.sum.per_cycle_active", ""),
+    ],
+)
+def test_a_raw_counter_has_the_unit_of_its_submetric(metric, unit):
+    assert ncu._unit(metric) == unit
+
+
 def test_every_named_figure_is_read_from_an_ncu_report(report):
     profile = read("ncu", report, "baseline", ["copy_strided", "copy_vectors", "turn", "softmax"])
     conflicts = ncu.NCU_METRICS["bank conflicts"][0]

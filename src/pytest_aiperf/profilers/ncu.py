@@ -217,8 +217,11 @@ def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple
 
 def _unit(metric: str) -> str:
     """Return ncu's unit of a metric, derived from its name; "" if the name has no unit."""
-    units = {"_duration": "ns", "bytes": "byte", "pct": "%"}
-    return next((unit for part, unit in units.items() if part in metric), "")
+    if "pct" in metric:  # also that of bytes, in percent of the peak rate
+        return "%"
+    unit = "ns" if "_duration" in metric else "byte" if "bytes" in metric else ""
+    divisor = metric.partition(".per_")[2]
+    return f"{unit}/{divisor}" if unit and divisor else unit
 
 
 def _kernels(artifact: Path, counters: Collection[str], binary: str | None) -> list[Kernel]:
