@@ -85,12 +85,13 @@ def read(
         device.synchronize()
         context = _current_context()
         cupti("cuptiProfilerInitialize")
-        stack.callback(cupti, "cuptiProfilerDeInitialize")
+        # the status of what ends the profiler is ignored: an error of the call would be hidden
+        stack.callback(cupti.status, "cuptiProfilerDeInitialize")
         chip = cupti("cuptiDeviceGetChipName", device=torch.cuda.current_device()).chip
         host = stack.enter_context(_host(cupti, chip))
         config = _configuration(cupti, host, chip, metrics)
         profiler = cupti("cuptiRangeProfilerEnable", context=context).profiler
-        stack.callback(cupti, "cuptiRangeProfilerDisable", profiler=profiler)
+        stack.callback(cupti.status, "cuptiRangeProfilerDisable", profiler=profiler)
         names = {"metrics": _names(metrics), "count": len(metrics)}
         function = "cuptiRangeProfilerGetCounterDataSize"
         size = cupti(function, profiler=profiler, max_ranges=1, max_nodes=1, **names).bytes
@@ -226,7 +227,7 @@ def _host(cupti: _Cupti, chip: bytes) -> Iterator[int]:
     try:
         yield host
     finally:
-        cupti("cuptiProfilerHostDeinitialize", host=host)
+        cupti.status("cuptiProfilerHostDeinitialize", host=host)
 
 
 def _configuration(
