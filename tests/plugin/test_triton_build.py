@@ -8,7 +8,7 @@ import pytest
 
 from pytest_aiperf.build import triton_build
 from pytest_aiperf.build.sass import Code
-from pytest_aiperf.errors import UsageError
+from pytest_aiperf.errors import BuildError, UsageError
 from pytest_aiperf.rules import evidence
 from tests.fake_gpu import FakeDevice
 from tests.plugin.claims import doubling
@@ -82,6 +82,13 @@ def test_a_call_that_raises_leaves_no_hook(launch):
     with pytest.raises(ZeroDivisionError):
         triton_build.launched_kernels(lambda: 1 / 0)
     assert functions
+
+
+def test_a_compiler_that_hangs_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(triton_build, "DEADLINE_S", 0.01)
+    kernel = SimpleNamespace(fn=names)
+    with pytest.raises(BuildError, match=r"did not compile .* within 0\.01 s: names"):
+        triton_build.compile_for_targets([(kernel, (), {"compiled": 1})], ["sm90"])
 
 
 def test_a_claim_without_triton_kernels_is_not_called_again(launch):

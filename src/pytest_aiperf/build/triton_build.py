@@ -95,15 +95,21 @@ def compile_for_targets(launches: Sequence[Launch], archs: Sequence[str]) -> lis
         targets = [int(arch.removeprefix("sm")) for arch in archs]
         request = {"folder": folder, "targets": targets, "jobs": list(jobs.values())}
         environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        done = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=json.dumps(request),
-            env={**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", __name__],
+                input=json.dumps(request),
+                env={**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            names = ", ".join(dict.fromkeys(job["name"] for job in jobs.values()))
+            raise BuildError(
+                f"Triton did not compile the kernels of this claim within {DEADLINE_S:g} s: {names}"
+            ) from None
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise BuildError(f"Triton does not compile the kernels of this claim: {lines[-1]}")
