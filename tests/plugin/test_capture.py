@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -563,8 +564,22 @@ pt_main_thread
 
 def test_samples_are_folded_into_stacks_from_the_root_on():
     folded = "pt_main_thread;[unknown] 1\npython;main;outer;inner(int: int) 2\n"
-    assert tools.fold(STACKS) == folded
-    assert tools.fold("") == ""
+    assert tools.fold(STACKS.splitlines()) == folded
+    assert tools.fold([]) == ""
+
+
+def test_samples_need_not_fit_into_memory(tmp_path):
+    perf = tmp_path / "perf"
+    perf.write_text(f"#!{sys.executable}\nprint({STACKS!r} * 40_000)\n")  # 4 MB
+    perf.chmod(0o755)
+    tracemalloc.start()
+    try:
+        tools.write_reports(tools.TOOLS["perf"], str(perf), tmp_path / "arm")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "python;main;outer;inner(int: int) 80000\n" in (tmp_path / "arm.folded").read_text()
+    assert peak < 1 << 20
 
 
 def test_a_perf_capture_has_stacks_for_a_flame_graph(make_request, tmp_path):
@@ -580,7 +595,7 @@ esac
     perf.chmod(0o755)
     profile = capture(make_request("perf"))
     stacks = tmp_path / "artifacts" / "baseline.folded"
-    assert stacks.read_text() == tools.fold(STACKS)
+    assert stacks.read_text() == tools.fold(STACKS.splitlines())
     assert profile.notes == (
         "61.20 % spin", f"stacks for a flame graph: {os.path.relpath(stacks)}"
     )  # fmt: skip

@@ -2,11 +2,12 @@
 
 import functools
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -317,18 +318,27 @@ def raise_if_refused(tool: Tool, output: str) -> None:
 def write_reports(tool: Tool, binary: str, stem: Path) -> None:
     """Have a program print the file that it wrote: as its report, and as folded stacks."""
 
-    def output(arguments: Sequence[str]) -> bytes:
-        command = [binary, *(word.format(stem=stem) for word in arguments)]
-        return subprocess.run(command, capture_output=True, check=False).stdout
+    def command(arguments: Sequence[str]) -> list[str]:
+        return [binary, *(word.format(stem=stem) for word in arguments)]
 
+    quiet = subprocess.DEVNULL
     if tool.report:
-        Path(f"{stem}{tool.suffix}").write_bytes(output(tool.report))
+        with Path(f"{stem}{tool.suffix}").open("wb") as report:
+            subprocess.run(command(tool.report), stdout=report, stderr=quiet, check=False)
     if tool.stacks:
-        text = fold(output(tool.stacks).decode(errors="replace"))
+        # line by line: the samples of some minutes are gigabytes
+        with subprocess.Popen(
+            command(tool.stacks),
+            stdout=subprocess.PIPE,
+            stderr=quiet,
+            encoding="utf-8",
+            errors="replace",
+        ) as samples:
+            text = fold(samples.stdout or ())
         Path(f"{stem}{FOLDED}").write_text(text, encoding="utf-8")
 
 
-def fold(samples: str) -> str:
+def fold(lines: Iterable[str]) -> str:
     """Fold the samples that `perf script` prints: per stack, its frames from the root and a count.
 
     Each sample is a line with the name of the thread, then a line per frame from the innermost on,
@@ -336,11 +346,16 @@ def fold(samples: str) -> str:
     stackcollapse-perf.pl.
     """
     stacks: Counter[str] = Counter()
-    for sample in re.split(r"\n\s*\n", samples.strip("\n")):
-        thread, *frames = sample.replace(";", ":").splitlines() or [""]
+    sample: list[str] = []
+    for line in itertools.chain(lines, [""]):
+        if line := line.strip().replace(";", ":"):
+            sample.append(line)
+            continue
+        thread, *frames = sample or [""]
         if frames:
             symbols = (frame.split(maxsplit=1)[-1] for frame in reversed(frames))
-            stacks[";".join([thread.strip(), *symbols])] += 1
+            stacks[";".join([thread, *symbols])] += 1
+        sample = []
     return "".join(f"{stack} {count}\n" for stack, count in sorted(stacks.items()))
 
 
