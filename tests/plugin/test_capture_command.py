@@ -15,7 +15,7 @@ import pytest
 
 from pytest_aiperf import cli
 from pytest_aiperf.model import Profile
-from pytest_aiperf.profilers import command, injected, ncu, parsers, summary, tools
+from pytest_aiperf.profilers import command, injected, ncu, parsers, summary, timeline, tools
 from pytest_aiperf.profilers.command import CommandRecord, Part, ToolCapture
 from pytest_aiperf.profilers.ranges import RangeTime
 from tests.plugin.conftest import PATIENCE_S
@@ -570,6 +570,16 @@ def test_the_ranks_of_torchrun_are_recorded_one_by_one():
     assert done.returncode == 0, done.stderr
     assert [part.profile.arm for part in found.parts] == ["rank 0", "rank 1"]
     assert [len(part.ranges) for part in found.parts] == [2, 2]
+
+
+def test_a_rank_without_a_readable_trace_is_named():
+    trace = gzip.decompress((SAMPLES / "torch_host.json.gz").read_bytes())
+    Path("0.pt.trace.json").write_bytes(trace)
+    Path("1.pt.trace.json").write_bytes(trace[: len(trace) // 2])  # the disk was full
+    [(name, file, reading)] = command._by_process(Path(), timeline.torch_trace)
+    assert (name, file.name) == ("rank 0", "0.pt.trace.json")
+    [note] = [note for note in reading.notes if "left out" in note]
+    assert note.startswith("rank 1 is left out: 1.pt.trace.json is not a torch.profiler trace")
 
 
 def test_two_nodes_are_captured_one_by_one():

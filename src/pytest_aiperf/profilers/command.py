@@ -427,10 +427,13 @@ def _readings(
 
 
 def _by_process(folder: Path, read: Callable[[Path], Reading]) -> list[tuple[str, Path, Reading]]:
-    """Read the file of each process, of those that used the GPU if any did."""
+    """Read the file of each process, of those that used the GPU if any did.
+
+    A note names the ranks whose file has no figures, for example because the disk was full.
+    """
     if folder.is_file():
         return [("", folder, read(folder))]
-    readings = []
+    readings, left_out = [], []
     error: CaptureFailed | None = None
     for file in sorted(folder.glob("*.json"), key=lambda file: (len(file.stem), file.stem)):
         name = file.name.partition(".")[0]
@@ -439,9 +442,14 @@ def _by_process(folder: Path, read: Callable[[Path], Reading]) -> list[tuple[str
             readings.append((name, file, read(file)))
         except CaptureFailed as failure:
             error = failure
+            if name.startswith("rank "):
+                left_out.append(f"{name} is left out: {failure}")
     if not readings and error is not None:
         raise error
     found = [each for each in readings if each[2].kernels] or readings
+    if left_out:
+        found[0][2].notes.extend(left_out)
+        return found
     return [("", *found[0][1:])] if len(found) == 1 else found
 
 
