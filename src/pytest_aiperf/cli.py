@@ -390,7 +390,8 @@ def ceilings(given: argparse.Namespace) -> int:
 
 
 def _progress(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    with suppress(OSError):  # a pipe whose reader has ended is no reason to lose what is captured
+        sys.stderr.write(f"{line}\n")
 
 
 def capture(given: argparse.Namespace) -> int:

@@ -382,6 +382,16 @@ def test_a_report_that_is_missing_names_the_log(monkeypatch):
     assert "nsys captured nothing (an error: out of memory); see artifacts/" in error
 
 
+def test_output_that_nobody_reads_does_not_end_the_command():
+    words = ("sh", "-c", "echo a; sleep 0.2; echo b; sleep 0.2; echo c")
+    argv = [sys.executable, "-m", "pytest_aiperf", "capture", "nsys", "--", *words]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stderr.close()
+        assert b"written: " in process.stdout.read()
+    assert record().captures[0].status == 0
+    assert (folder() / "nsys.log").read_text().endswith("a\nb\nc\n")
+
+
 def test_a_deadline_interrupts_the_command_and_keeps_what_there_is():
     started = time.monotonic()
     code = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('ended')"

@@ -282,7 +282,7 @@ def _run_step(
 
 
 class Echo:
-    """Copies what is appended to a log to an output, whenever it is called."""
+    """Copies what is appended to a log to an output, at every call until its reader has ended."""
 
     def __init__(self, log: Path, output: BinaryIO | None) -> None:
         self._log = log
@@ -296,8 +296,11 @@ class Echo:
             file.seek(self._offset)
             if text := file.read():
                 self._offset += len(text)
-                self._output.write(text)
-                self._output.flush()
+                try:
+                    self._output.write(text)
+                    self._output.flush()
+                except OSError:  # its reader, such as head, has ended
+                    self._output = None
 
 
 def _stem(request: CommandRequest) -> Path:
