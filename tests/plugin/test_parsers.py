@@ -603,6 +603,9 @@ def test_evidence_and_profiles_read_the_same_figures_from_a_trace():
         (trace(*CALL[:3]), "no operators and no kernels inside the range"),
         ("{", "is not a torch.profiler trace"),
         ("[]", "is not a torch.profiler trace"),
+        ('{"traceEvents": null}', "is not a torch.profiler trace"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel"}]}', r"torch.profiler trace \(KeyError"),
+        ("[" * 100_000, "is not a torch.profiler trace"),
     ],
 )
 def test_a_torch_trace_without_the_call_proves_nothing(tmp_path, text, why):
@@ -610,6 +613,14 @@ def test_a_torch_trace_without_the_call_proves_nothing(tmp_path, text, why):
     path.write_text(text)
     with pytest.raises(CaptureFailed, match=why):
         read("torch", path, "baseline")
+
+
+def test_a_damaged_archive_is_no_trace(tmp_path):
+    damaged = bytearray(gzip.compress(b"{}" * 1000))
+    damaged[12:16] = b"\xff" * 4
+    (tmp_path / "a.json.gz").write_bytes(damaged)
+    with pytest.raises(CaptureFailed, match=r"is not a torch.profiler trace"):
+        read("torch", tmp_path / "a.json.gz", "baseline")
 
 
 class Frame(list):

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import tempfile
+import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -268,7 +269,10 @@ def torch_trace(artifact: Path, selection: Selection = ALL) -> Reading:
     content = load_json(artifact, "torch.profiler trace")
     if not isinstance(content, dict):
         raise CaptureFailed(f"{artifact} is not a torch.profiler trace: it has no events")
-    events = trace.events(content.get("traceEvents", ()))
+    try:
+        events = trace.events(content.get("traceEvents", ()))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CaptureFailed(f"{artifact} is not a torch.profiler trace ({error!r})") from error
     ranges = [
         Range(e.name, e.start, e.end, thread=None if e.name == RANGE else e.thread)
         for e in events
@@ -384,7 +388,7 @@ def load_json(artifact: Path, what: str) -> Any:
             content = gzip.decompress(content)
         # kernel names may contain control characters, which strict JSON forbids
         return json.loads(content, strict=False)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise CaptureFailed(f"{artifact} is not a {what} ({error})") from error
 
 
