@@ -168,12 +168,12 @@ def _nsys_timeline(artifact: Path, binary: str | None) -> Timeline:
         _export(artifact, exported, binary)
     try:
         with closing(sqlite3.connect(f"{exported.absolute().as_uri()}?mode=ro", uri=True)) as db:
-            launched = list(_nsys_activities(db))
             texts = dict(_rows(db, "StringIds", ("id", "value")))
+            launched = list(_nsys_activities(db, texts))
             columns = ("start", "end", "correlationId", "globalTid", "nameId")
             rows = _rows(db, "CUPTI_ACTIVITY_KIND_RUNTIME", columns)
             calls = [_api_call(texts, row) for row in rows]
-            ranges = list(_nsys_ranges(db))
+            ranges = list(_nsys_ranges(db, texts))
             samples = _nsys_samples(db)
     except sqlite3.Error as error:
         raise CaptureFailed(f"{exported} is not an export of an nsys report ({error})") from error
@@ -228,9 +228,8 @@ def _unique(process: int, correlation: int | None) -> int:
     return (process << 32) | (correlation or 0)
 
 
-def _nsys_ranges(db: sqlite3.Connection) -> Iterator[Range]:
+def _nsys_ranges(db: sqlite3.Connection, texts: Mapping[Any, str]) -> Iterator[Range]:
     """Yield all NVTX ranges; the name of one in a domain is "DOMAIN:NAME", as nsys prints it."""
-    texts = dict(_rows(db, "StringIds", ("id", "value")))
     columns = ("start", "end", "text", "textId", "eventType", "globalTid", "domainId")
     rows = _rows(db, "NVTX_EVENTS", columns)
     domains = {
@@ -350,14 +349,15 @@ def _rows(db: sqlite3.Connection, table: str, columns: Sequence[str], where: str
     does not export is None in every row.
     """
     present = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
-    fields = [each if each.split()[-1] in present else "NULL" for each in columns]
+    fields = [each if each in present else "NULL" for each in columns]
     query = f"SELECT {', '.join(fields)} FROM {table} {where}"  # noqa: S608  all are constants
     return db.execute(query).fetchall() if present else []
 
 
-def _nsys_activities(db: sqlite3.Connection) -> Iterator[tuple[Activity, int, int]]:
+def _nsys_activities(
+    db: sqlite3.Connection, texts: Mapping[Any, str]
+) -> Iterator[tuple[Activity, int, int]]:
     """Yield each activity with its process and its GPU."""
-    texts = dict(_rows(db, "StringIds", ("id", "value")))
     columns = ("start", "end", "correlationId", "globalPid", "deviceId")
     for table, kind in (
         ("KERNEL", "kernel"), ("MEMCPY", ""), ("MEMSET", "memset"), ("GRAPH_TRACE", "graph"),
