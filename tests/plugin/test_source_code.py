@@ -182,6 +182,16 @@ def test_macros_of_several_lines_and_declarations_are_pieces():
     assert needed(text, "f") == [(1, 2), (6, 6), (7, 7), (8, 8)]
 
 
+def test_types_are_pieces_whatever_their_attributes():
+    types = (
+        "struct alignas(16) A { int a; };", "struct __align__(sizeof(int4)) A { int a; };",
+        "enum class A : int { X };", "enum struct A { X };", "enum A { X };", "union A { int a; };",
+    )  # fmt: skip
+    for line in types:
+        text = f'{line}\nint other;\nextern "C" int f(A* a) {{ return 0; }}\n'
+        assert needed(text, "f") == [(1, 1), (3, 3)], line
+
+
 def test_a_function_comes_with_what_it_uses(root, module):
     assert shown(root, module.base) == {HERE: BASE}
     other = {"provenance_of_a_test/other.py": "def helper(x):\n    return x"}

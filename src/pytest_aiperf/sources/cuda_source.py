@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 # the patterns below match code in which one space separates tokens
-_CALLED: Final = re.compile(r"\b(?!__\w+__\b|alignas\b|decltype\b|requires\b)(\w+) \(")
+_CALLED: Final = re.compile(r"\b(?!__\w+__\b|decltype\b|requires\b)(\w+) \(")
 """A name before a parenthesis, but no attribute; the first in a function is the function's name."""
-_TYPE: Final = re.compile(r"\b(?:struct|class|union|enum|using) (?:alignas \([^)]*\) )?(\w+)")
+_TYPE: Final = re.compile(r"\b(?:enum (?:class|struct)|struct|class|union|enum|using) (\w+)")
+_ATTRIBUTE: Final = re.compile(
+    r"(?:__launch_bounds__|__align__|alignas) \((?:[^()]|\([^()]*\))*\) "
+)
+"""Attributes of kernels and types; without them, a parenthesis begins a function's parameters."""
 _VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")
 _WRAPPER: Final = re.compile(r'((inline )?namespace\b[^(=]*|extern " C ") \{$')
 """The beginning of a namespace or of an extern "C" block."""
@@ -110,7 +114,7 @@ def _defined(code: str) -> frozenset[str]:
     """Return the names that a piece defines; ``code`` is its tokens, joined by spaces."""
     if code.startswith("#"):
         return frozenset(re.findall(r"^# define (\w+)", code))
-    head = re.sub(r"__launch_bounds__ \([^)]*\)", "", code.partition("{")[0])
+    head = _ATTRIBUTE.sub("", code.partition("{")[0])
     if code.endswith("}") or ("=" not in head and "(" in head):
         return frozenset(_CALLED.findall(head)[:1])
     head = re.sub(r"^template < [^{;]*? ?> (?=struct|class|using)", "", head)
