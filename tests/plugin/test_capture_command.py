@@ -176,6 +176,12 @@ def test_files_go_to_the_folder_of_artifacts(tmp_path):
     assert (found.parents[1] / "CACHEDIR.TAG").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    assert capture("nsys", "--artifacts", str(tmp_path / "file"), "--", "true") == 2
+    assert "capture: cannot write " in capfd.readouterr().err
+
+
 def test_tools_run_one_after_another(capfd):
     assert capture("nsys,ncu:deep_dive", "--", "true") == 0
     captured = record()

@@ -29,6 +29,7 @@ from pytest_aiperf.model import (
     Result,
     Work,
 )
+from pytest_aiperf.records.results import writing
 from pytest_aiperf.rules import evidence, roofline
 from pytest_aiperf.schema import from_json, to_json
 
@@ -66,10 +67,14 @@ class ExpectedKernels:
 
 
 def run_folder(artifacts: Path, run: str) -> Path:
-    """Create the folder for a run's artifacts, tagged so that `clean` removes it."""
+    """Create the folder for a run's artifacts, tagged so that `clean` removes it.
+
+    Raise UsageError if that is impossible.
+    """
     folder = artifacts / run
-    create_tagged(folder)
-    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+    with writing(folder):
+        create_tagged(folder)
+        (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     return folder
 
 
