@@ -181,13 +181,17 @@ def test_everything_that_determines_the_build_determines_the_entry(
     assert runs() == 2
 
 
-@pytest.mark.parametrize("torn", ["record.json", "library.so", "missing record", "missing library"])
+@pytest.mark.parametrize(
+    "torn", ["record.json", "library.so", "other record", "missing record", "missing library"]
+)
 def test_an_incomplete_entry_is_built_again(torn, source, cache, fake_nvcc):
     runs = fake_nvcc(WRITES)
     first = build(source, "sm90", cache=cache)
     if torn.startswith("missing"):
         name = "record.json" if torn.endswith("record") else "library.so"
         first.path.with_name(name).unlink()
+    elif torn == "other record":  # of another version of this plugin
+        first.path.with_name("record.json").write_text('{"bytes": 8}')
     else:
         whole = first.path.with_name(torn)
         whole.write_bytes(whole.read_bytes()[:4])

@@ -238,7 +238,7 @@ def _log(entry: Path) -> str | None:
         record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
         complete = (entry / _LIBRARY).stat().st_size == record["size"]
         return str(record["log"]) if complete else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
