@@ -641,6 +641,30 @@ def test_a_script_may_look_for_pytorch_before_it_imports_it():
     assert [row.name for row in found.parts[0].ranges] == ["forward", "update"]
 
 
+THREAD = """\
+import threading
+def work():
+    import torch
+    w = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([w])
+    for _ in range(3):
+        w.sum().backward()
+        optimizer.step()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("options", "count"), [((), 3), (("--steps", "2:9"), 1)])
+def test_a_thread_that_uses_pytorch_first_is_recorded_until_it_ends(options, count):
+    Path("thread.py").write_text(THREAD)
+    done, found = trace_of(sys.executable, "thread.py", options=("torch", *options))
+    assert done.returncode == 0  # a profiler that runs on would crash the process
+    [row] = [row for row in found.parts[0].ranges if row.name == "Optimizer.step#SGD.step"]
+    assert row.count == count
+
+
 def test_an_error_of_the_script_keeps_its_trace():
     Path("phases.py").write_text(PHASES + "\n")
     Path("fails.py").write_text(PHASES.replace("sys.exit(", "raise ValueError("))

@@ -106,7 +106,7 @@ def _file_name() -> str:
 def _record_trace(settings: dict[str, Any], torch: Any) -> Callable[[], object]:
     """Record operators, CUDA API calls and kernels; return a function that writes the trace.
 
-    At the latest, the end of the process writes it.
+    At the latest, the end of the process writes it, or that of another thread than the main one.
     """
     deep, on_gpu = settings["preset"] != "minimal", torch.cuda.is_initialized()
     kinds = torch.profiler.ProfilerActivity
@@ -130,7 +130,7 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> Callable[[], object]:
             return  # a fork: the process that started to record has the trace
         is_done.append(True)
         if threading.get_ident() != thread:
-            _warn("PyTorch was first used in another thread than the main one")
+            _warn("PyTorch was first used in another thread than the main one, which did not end")
             return
         if on_gpu:
             torch.cuda.synchronize()
@@ -143,7 +143,26 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> Callable[[], object]:
                 write_operators(profile.events(), Path(f"{stem}{OPERATORS}"), settings["range"])
 
     atexit.register(_guarded(finish))
+    if threading.current_thread() is not threading.main_thread():
+        _thread.end = _ThreadEnd(_guarded(finish))
     return finish
+
+
+_thread = threading.local()
+
+
+class _ThreadEnd:
+    """Calls a function in the thread that made this object, at the end of that thread.
+
+    PyTorch's profiler belongs to the thread that started it. If that ends before the profiler is
+    stopped, the process crashes.
+    """
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def __del__(self) -> None:
+        self._function()
 
 
 def _record_steps(settings: dict[str, Any], torch: Any) -> None:
