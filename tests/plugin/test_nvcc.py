@@ -348,6 +348,14 @@ def test_cudacxx_comes_first_and_must_exist(fake_nvcc, tmp_path, monkeypatch):
         nvcc_module.find_nvcc()
 
 
+def test_an_nvcc_that_does_not_start_is_named(source, cache, fake_nvcc, tmp_path):
+    fake_nvcc("")
+    (tmp_path / "nvcc").write_bytes(b"for another processor")
+    nvcc_module.find_nvcc.cache_clear()
+    with pytest.raises(BuildError, match=r"^/\S+/nvcc does not start: .*Exec format error"):
+        build(source, "sm90", cache=cache)
+
+
 def test_a_toolkit_in_the_environment_comes_before_path(fake_nvcc, tmp_path, monkeypatch):
     fake_nvcc("")
     (tmp_path / "toolkit" / "bin").mkdir(parents=True)

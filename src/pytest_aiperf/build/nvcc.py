@@ -82,7 +82,10 @@ def find_nvcc() -> tuple[str, str]:
         raise BuildError(
             "no nvcc: install the extra pytest-aiperf[toolchain], or put a CUDA toolkit on PATH"
         )
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    try:
+        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:  # for example, it is for another processor
+        raise BuildError(f"{nvcc} does not start: {error}") from None
     return nvcc, version.stdout
 
 
