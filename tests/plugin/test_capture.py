@@ -349,6 +349,7 @@ def test_ids_of_claims_become_names_of_folders():
     }
     assert len(names) == 5
     assert all(re.fullmatch(r"[\w.-]{1,120}", name) for name in names)
+    assert captures.folder_name("copy/vector") != captures.folder_name("copy[vector]")
 
 
 # the captures of a claim

@@ -81,7 +81,7 @@ def run_folder(artifacts: Path, run: str) -> Path:
 def folder_name(claim: str) -> str:
     """Return a folder name for a claim id; different ids get different names."""
     name = re.sub(r"[^\w-]+", ".", claim, flags=re.ASCII).strip(".")[:100]
-    plain = re.fullmatch(r"[\w-]+(/[\w-]+)?(\[[\w-]+\])?", claim, re.ASCII)
+    plain = re.fullmatch(r"[\w-]+(/[\w-]+(\[[\w-]+\])?)?", claim, re.ASCII)
     return name if plain and len(claim) <= 100 else f"{name}-{zlib.crc32(claim.encode()):08x}"
 
 
