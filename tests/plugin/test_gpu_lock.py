@@ -284,6 +284,23 @@ def test_a_claim_that_is_timed_pauses_those_that_prepare(claim, preparing, tmp_p
     assert "T" not in preparing.states(), "it has ended to prepare"
 
 
+def test_a_process_with_any_name_may_run_beside_claims(preparing, tmp_path):
+    """Linux cuts a name after 15 bytes, here in the middle of a character."""
+    pid = os.fork()
+    if pid == 0:
+        arm_parent_death()
+        Path("/proc/self/comm").write_bytes("プログラム".encode()[:14])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(pid, os.WUNTRACED)  # until it has its name
+        with GpuLock([A], tmp_path / "locks").exclusive_gpu():
+            assert preparing.states() == "TTT"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_claims_on_other_gpus_are_not_paused(claim, preparing):
     timed = claim("exclusive_gpu", B)
     assert timed.enters

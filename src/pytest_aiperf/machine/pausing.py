@@ -125,7 +125,8 @@ def _own_sessions() -> set[int]:
 def _process(pid: int) -> _Process | None:
     """Return a process, or None if it has ended."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        # Linux cuts names after 15 bytes, perhaps in the middle of a character
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     state, parent, _group, session = stat.rpartition(") ")[2].split()[:4]
