@@ -1,5 +1,6 @@
 """Claim ids and requirements of a collected item."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -166,6 +167,34 @@ def test_features_that_no_gpu_has_are_refused(marks, words):
 def test_invalid_arguments_of_the_gpu_mark_are_refused(mark):
     with pytest.raises(UsageError, match="count=, min_sm="):
         requirements.requirements_of([mark.mark])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"min_sm": "sm90"}, {"min_sm": 9.0}, {"memory": "40GB"}, {"count": "2"}, {"count": 1.5},
+     {"shared_memory": "100k"}],
+)  # fmt: skip
+def test_what_is_no_number_is_refused(given):
+    [(name, value)] = given.items()
+    words = re.escape(f"@pytest.mark.gpu({name}={value!r}): give a number, such as count=2")
+    with pytest.raises(UsageError, match=words):
+        requirements.requirements_of([pytest.mark.gpu(**given).mark])
+
+
+def test_of_several_marks_the_highest_requirement_counts():
+    high, low = pytest.mark.gpu(min_sm=100, memory=80e9), pytest.mark.gpu(min_sm=80, memory=4e9)
+    for marks in ((high, low), (low, high)):  # of the test and its module
+        needed = requirements.requirements_of([m.mark for m in marks])
+        assert (needed.min_sm, needed.memory) == (100, 80e9)
+
+
+def test_the_defaults_of_the_gpu_mark_may_be_given():
+    mark = pytest.mark.gpu(count=1, min_sm=None, memory=None, shared_memory=0, cpu=None)
+    for marks in ([mark], [pytest.mark.gpu(cpu=True), mark]):
+        needed = requirements.requirements_of([m.mark for m in marks])
+        assert needed == requirements.requirements_of([marks[0].mark])
+    count = pytest.mark.gpu(count=2, cpu=None)
+    assert requirements.requirements_of([count.mark]).checked_on_cpu
 
 
 def test_host_and_gpu_exclude_each_other():

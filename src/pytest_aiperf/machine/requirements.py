@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pytest
@@ -208,7 +209,7 @@ def of_item(item: pytest.Item) -> Requirements:
 def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
     """Read the markers of an item; raise UsageError for a contradictory combination."""
     host, gpu, archs = False, False, []
-    count, min_sm, memory, shared_memory = 1, None, None, 0
+    count, min_sm, memory, shared_memory = 1, 0, 0.0, 0
     features: set[str] = set()
     cpu: bool | None = None
     for mark in marks:
@@ -226,12 +227,13 @@ def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
                     "shared_memory= (bytes) and cpu=, "
                     f"not {', '.join(map(repr, [*mark.args, *sorted(unknown)]))}"
                 )
-            count = max(count, int(mark.kwargs.get("count", 1)))
-            min_sm = mark.kwargs.get("min_sm", min_sm)
-            memory = mark.kwargs.get("memory", memory)
-            shared_memory = max(shared_memory, int(mark.kwargs.get("shared_memory", 0)))
+            # of several marks, such as a module's and a test's, the highest requirement counts
+            count = max(count, int(_number(mark, "count", Integral)))
+            min_sm = max(min_sm, int(_number(mark, "min_sm", Integral)))
+            memory = max(memory, _number(mark, "memory", Real))
+            shared_memory = max(shared_memory, int(_number(mark, "shared_memory", Real)))
             features |= _features(mark.kwargs.get("features", ()))
-            if "cpu" in mark.kwargs:
+            if mark.kwargs.get("cpu") is not None:
                 cpu = bool(mark.kwargs["cpu"]) and cpu is not False
     if host and (gpu or archs):
         raise UsageError(
@@ -240,19 +242,31 @@ def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
     gpu = gpu or bool(archs)
     if cpu is None:
         cpu = not gpu or count > 1
-    min_sm = max(min_sm or 0, *(_capabilities(name).start for name in features), 0) or None
+    min_sm = max(min_sm, *(_capabilities(name).start for name in features), 0)
     return Requirements(
         host,
         gpu,
         count,
-        min_sm,
-        memory,
+        min_sm or None,
+        memory or None,
         tuple(sorted(archs)),
         cpu,
         tuple(sorted(features)),
         shared_memory,
         in_ranks=count > 1,
     )
+
+
+def _number(mark: pytest.Mark, name: str, kind: type[Any]) -> float:
+    """Return a number given to the ``gpu`` mark; 0 if it is None or not given."""
+    if (value := mark.kwargs.get(name)) is None:
+        return 0
+    if not isinstance(value, kind):
+        raise UsageError(
+            f"@pytest.mark.gpu({name}={value!r}): give a number, such as count=2, min_sm=90 (for "
+            "sm90), memory=40e9 or shared_memory=100_000 (bytes)"
+        )
+    return float(value)
 
 
 def _features(names: Any) -> set[str]:
