@@ -620,3 +620,18 @@ def test_it(compare):
     assert (record["outcome"], record["attempts"]) == ("PASSED", 2)
     *_, reserved = (project.path / "reserved").read_text().split()
     assert int(reserved) == int(gpu_memory.USABLE_SHARE * record["gpu"]["memory_bytes"])
+
+
+def test_a_claim_that_runs_out_of_an_unknown_amount_of_memory_is_measured_again(project):
+    project.fake(gpus=[{"memory_bytes": 0}])  # NVML does not report that of a GB10
+    project.tests(
+        "from pathlib import Path\n"
+        "def test_it(compare):\n"
+        "    if not Path('first').exists():\n"
+        "        Path('first').touch()\n"
+        "        raise RuntimeError('CUDA error: out of memory')\n"
+        "    compare(**usual)\n"
+    )
+    project.run("--gpu").assert_outcomes(passed=1)
+    (record,) = project.results().values()
+    assert (record["outcome"], record["attempts"]) == ("PASSED", 2)

@@ -58,7 +58,7 @@ def footprint(input_bytes: int, arms: int, sets: int, kept_bytes: float = math.i
 
 def limit(gpu: Gpu) -> int:
     """Return the bytes of a GPU's memory that claims may reserve together."""
-    return int(USABLE_SHARE * (gpu.memory_bytes or 0))
+    return int(USABLE_SHARE * gpu.memory_bytes)
 
 
 @contextmanager

@@ -428,8 +428,9 @@ class Runner:
     @contextmanager
     def _all_memory(gpus: Sequence[Gpu], channel: isolation.Channel) -> Iterator[None]:
         """Reserve all memory of GPUs that claims may use; the wait does not count."""
+        known = [gpu for gpu in gpus if gpu.memory_bytes]  # unknown where NVML lacks it (GB10)
         with ExitStack() as scope:
-            for gpu in sorted(gpus, key=lambda gpu: gpu.uuid):
+            for gpu in sorted(known, key=lambda gpu: gpu.uuid):
                 limit = gpu_memory.limit(gpu)
                 scope.enter_context(
                     gpu_memory.reservation(
