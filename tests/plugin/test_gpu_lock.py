@@ -428,6 +428,21 @@ def test_paused_claims_go_on_after_the_one_that_paused_them_was_killed(claim, pr
     assert preparing.runs_again()
 
 
+def test_the_next_claim_that_is_timed_continues_those_that_a_killed_one_had_paused(
+    claim, preparing, tmp_path
+):
+    killed = claim("exclusive_gpu")
+    assert killed.enters
+    following = claim("exclusive_gpu")
+    assert following.waits
+    killed.kill()
+    assert following.acquires
+    gpu_lock.continue_paused(tmp_path / "locks")
+    assert preparing.states() == "TTT", "the next one needs them paused"
+    assert ended(following)
+    assert preparing.runs_again()
+
+
 @pytest.mark.parametrize(("answers", "expected"), [([True], 0), ([False, False, True], 2)])
 def test_paused_claims_continue_for_a_while_if_the_gpu_is_busy(
     preparing, tmp_path, answers, expected

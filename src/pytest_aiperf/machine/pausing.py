@@ -95,10 +95,13 @@ def _stop(folder: Path, resources: Iterable[str], stopped: set[int]) -> None:
     sessions -= _own_sessions()
     end = time.monotonic() + STOP_TIMEOUT_S
     # repeated, because a process may have started others before it stopped
-    while running := [p.pid for p in _processes(sessions) if p.state not in "TtZX"]:
-        stopped.update(running)
+    while True:
+        found = [p for p in _processes(sessions) if p.state not in "tZX"]
+        # nobody else pauses them now: one that is stopped was left so by a claim that was killed
+        stopped.update(p.pid for p in found)
+        running = [p.pid for p in found if p.state != "T"]
         _send(running, signal.SIGSTOP)
-        if time.monotonic() > end:
+        if not running or time.monotonic() > end:
             break
         time.sleep(0.002)
 
