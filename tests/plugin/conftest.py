@@ -6,12 +6,16 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import scipy.special  # noqa: F401  a run of pytester's forgets what it is the first to import
 
+from pytest_aiperf.machine.gpu_lock import GpuLock
+from pytest_aiperf.machine.isolation import arm_parent_death
 from tests import fork_server
 from tests.fake_gpu import VARIABLE
 
@@ -152,6 +156,32 @@ class Project:
             except OSError:
                 continue  # the process has ended, or belongs to another user
         return commands
+
+
+@contextmanager
+def preparing_claim(folder: Path, *gpus: str) -> Iterator[int]:
+    """Start a claim that prepares, as one of another pytest run; yield its process id."""
+    ready, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        arm_parent_death()
+        with GpuLock(gpus, folder, pausable=True).shared():
+            os.write(write, b"+")
+            time.sleep(PATIENCE_S)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(write)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T"
 
 
 def by_claim(document: dict) -> dict[str, dict]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from pytest_aiperf import cli
 from pytest_aiperf.judge import checks, forms, judging
 from pytest_aiperf.judge.judging import EXIT, Options
 from pytest_aiperf.model import Gpu, Interval, Verdict
-from tests.plugin.conftest import PATIENCE_S
+from tests.plugin.conftest import PATIENCE_S, is_stopped, preparing_claim
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 141 << 30, "580.1")
 JUDGED = Path(__file__).parent / "judged"
@@ -364,6 +365,23 @@ def test_a_hanging_solution_is_broken(tmp_path, capfd):
     (tmp_path / "problem.py").write_text(f"import time\ntime.sleep(600)\n{PROBLEM}")
     assert cli.main(["judge", *words, "--cpu", "--deadline", "4"]) == 2
     assert "while running the problem's file: exceeded" in capfd.readouterr().out
+
+
+def test_a_solution_that_ends_while_it_is_timed_leaves_no_claim_paused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
+    (tmp_path / "solution.py").write_text(
+        "import os\nfrom tests.plugin.conftest import is_stopped\ndef solution(x, y):\n"
+        "    if is_stopped(int(os.environ['OTHER'])):\n        os._exit(0)\n"
+        "    return (x * y).sum()\n"
+    )
+    with preparing_claim(tmp_path / "locks") as other:
+        monkeypatch.setenv("OTHER", str(other))
+        words = [str(JUDGED / "plain" / "dot" / "problem.py"), str(tmp_path / "solution.py")]
+        assert cli.main(["judge", *words, "--cpu", "--quick"]) == 5
+        until = time.monotonic() + PATIENCE_S
+        while is_stopped(other) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not is_stopped(other)
 
 
 def test_a_wrong_result_is_wrong_though_the_search_for_its_reason_hangs(tmp_path, capfd):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from pytest_aiperf.records.journal import read_manifest, unfinished
-from tests.plugin.conftest import PATIENCE_S
+from tests.plugin.conftest import PATIENCE_S, is_stopped, preparing_claim
 
 TIMES = 20 if settings.get_current_profile_name() == "long" else 1
 SIGNALS = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "SIGILL", "SIGKILL")
@@ -243,6 +243,27 @@ def test_a_worker_that_is_killed_costs_its_claim(project):
     outcomes = {claim: r["outcome"] for claim, r in project.results().items()}
     assert outcomes == {f"ch07/good[{n}]": "PASSED" for n in range(4)} | {"ch07/murder": "NOT_RUN"}
     assert not project.processes()
+
+
+@pytest.mark.parametrize("ends", ["os._exit(0)", "os.abort()", signal.SIGINT, signal.SIGKILL])
+def test_a_claim_that_ends_while_it_is_timed_leaves_none_paused(project, ends):
+    project.tests(
+        "from pytest_aiperf.session.session import Session\n"
+        "def double(x):\n"
+        "    if Session.current.alone:\n"
+        "        open('alone', 'w').close()\n"
+        f"        {'time.sleep(600)' if isinstance(ends, int) else ends}\n"
+        "    return x * 2\n"
+        "def test_it(compare): compare(**usual | {'optimized': double})\n"
+    )
+    with preparing_claim(project.path / "locks", "fake-0") as other:
+        run = project.start("--gpu")
+        wait((project.path / "alone").exists)
+        if isinstance(ends, int):
+            assert is_stopped(other)
+            run.send_signal(ends)
+        run.wait(PATIENCE_S)
+        wait(lambda: not is_stopped(other))
 
 
 def test_an_unwritable_results_folder_is_reported_before_anything_runs(project):

@@ -35,7 +35,7 @@ from pytest_aiperf.errors import (
     WrongResult,
 )
 from pytest_aiperf.machine import isolation, nvml
-from pytest_aiperf.machine.gpu_lock import GpuLock
+from pytest_aiperf.machine.gpu_lock import GpuLock, continue_paused
 from pytest_aiperf.model import (
     Bench,
     CacheName,
@@ -195,7 +195,9 @@ def judge(
         else:
             phases.receive(message)
 
-    ended = isolation.supervise(work, deadline_s=options.deadline_s, on_message=receive)
+    ended = isolation.supervise(
+        work, deadline_s=options.deadline_s, on_message=receive, on_end=continue_paused
+    )
     if received:
         seconds = time.monotonic() - started
         return replace(received[0], seconds=seconds, phases_s=phases.seconds())

@@ -101,7 +101,12 @@ class ProcessExit:
 
 
 def supervise(
-    work: Work, *, deadline_s: float, on_message: Callable[[Message], None], grace_s: float = 2.0
+    work: Work,
+    *,
+    deadline_s: float,
+    on_message: Callable[[Message], None],
+    on_end: Callable[[], object] = lambda: None,
+    grace_s: float = 2.0,
 ) -> ProcessExit:
     """Run ``work`` in a separate process; return when neither it nor a descendant is left.
 
@@ -110,7 +115,8 @@ def supervise(
     has the seconds so far as ``stopped_s``. When the deadline is exceeded, the claim's process
     group gets SIGTERM, and SIGKILL ``grace_s`` seconds later. An exception that escapes ``work``
     arrives as a message ``crash`` with its traceback as ``text``. An exception in this function,
-    or in ``on_message``, kills the claim and reaches the caller. Call this from a process that
+    or in ``on_message``, kills the claim and reaches the caller. The supervisor calls ``on_end``
+    when the claim has ended, even if the pytest process was killed. Call this from a process that
     has not initialized CUDA.
     """
     _flush()  # otherwise the child, which flushes at its end, would write the same text again
@@ -125,7 +131,7 @@ def supervise(
             if supervisor == 0:
                 control.close()  # so that the supervisor sees the end of the pytest process
                 inbox.close()
-                _run_supervisor(work, supervisor_control, outlet, mask)
+                _run_supervisor(work, supervisor_control, outlet, mask, on_end)
         finally:
             supervisor_control.close()
             os.close(outlet)
@@ -361,7 +367,13 @@ def _reap(supervisor: int) -> None:
         os.waitpid(supervisor, 0)
 
 
-def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[int]) -> NoReturn:
+def _run_supervisor(
+    work: Work,
+    control: socket,
+    outlet: int,
+    mask: Collection[int],
+    on_end: Callable[[], object],
+) -> NoReturn:
     try:
         for signum in _BLOCKED_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)  # the pytest process decides about Ctrl-C
@@ -391,7 +403,11 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
                 break  # commanded to kill, or the pytest process is gone
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(claim, signal.SIGTERM)
-        control.send(_kill_descendants(claim))
+        report = _kill_descendants(claim)
+        try:
+            control.send(report)
+        finally:  # the pytest process may be gone
+            on_end()
     finally:
         os._exit(0)
 

@@ -3,7 +3,7 @@
 A claim that prepares registers with a locked file for each resource that it uses: the host, and its
 GPU. The kernel releases that lock when the claim ends, however it ends. A claim that holds a
 resource exclusively stops all processes of the claims that are registered with it, and continues
-them afterwards. If it is killed meanwhile, the pytest process that started it continues them.
+them afterwards. If it ends meanwhile, however it ends, its supervisor continues them.
 """
 
 import contextlib

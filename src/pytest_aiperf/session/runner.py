@@ -365,10 +365,11 @@ class Runner:
             lambda channel: self._run_in_child(items, channel),
             deadline_s=self.settings.deadline_s,
             on_message=receive,
+            on_end=continue_paused,  # the claim may have been killed while it paused other claims
         )
         self._log(claim, journal.ENDED)
-        if ended.status != "exited":
-            continue_paused()  # the claim may have been killed while it paused other claims
+        if ended.status == "interrupted":
+            continue_paused()  # its supervisor, which would do it, was killed
         how = isolation.describe(ended)
         [only, *others] = items
         if not others and not measured[only.nodeid].is_complete:
