@@ -230,6 +230,23 @@ def test_of_two_shards_a_later_outcome_counts(night, capsys):
     ]
 
 
+def test_a_later_run_counts_even_if_the_earlier_one_needed_a_second_attempt(night, capsys):
+    path, run = night
+    broke = {"outcome": Outcome.ERROR, "speedup": None, "message": "it crashed"}
+    for claim in ("ch06/a", "ch06/b"):
+        started = "2025-03-04T05:06:07+00:00"
+        run.journal("main").append(result(claim, run=run.id, started=started, attempts=2, **broke))
+    again = Run(path / "20250304T060607.000000-2")
+    again.write_manifest([("ch06/b", "tests/ch06/test_x.py::test_b")])
+    again.journal("main").append(
+        result("ch06/b", run=again.id, started="2025-03-04T06:06:07+00:00")
+    )
+    assert complete(path, capsys)[1].splitlines() == [
+        "ERROR: ch06/a: it crashed",
+        "2 claims: 1 ERROR, 1 PASSED",
+    ]
+
+
 def test_a_merged_result_replaces_the_record_of_a_claim_that_did_not_run(tmp_path, capsys):
     """A run that ends early records claims without a result, some without the kind of GPU."""
     bare = {"timing": None, "speedup": None, "library": None, "verdict": None}

@@ -184,7 +184,8 @@ def read_journals(folder: Path) -> tuple[list[Result], int]:
 
 def latest(results: Iterable[Result]) -> list[Result]:
     """Keep the last result of each claim in each number of ranks, sorted by claim."""
-    ordered = sorted(results, key=lambda r: (r.claim, r.attempts, r.started, r.seed))
+    # ids of runs sort in the order of start times; a later run's first attempt counts
+    ordered = sorted(results, key=lambda r: (r.claim, r.run, r.attempts, r.started, r.seed))
     return list({id_in_run(result): result for result in ordered}.values())
 
 
