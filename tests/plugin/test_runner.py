@@ -635,3 +635,14 @@ def test_a_claim_that_runs_out_of_an_unknown_amount_of_memory_is_measured_again(
     project.run("--gpu").assert_outcomes(passed=1)
     (record,) = project.results().values()
     assert (record["outcome"], record["attempts"]) == ("PASSED", 2)
+
+
+def test_work_may_be_in_numbers_of_numpy(project):
+    project.tests(
+        "from pytest_aiperf import Work\n"
+        "def test_it(compare):\n"
+        "    work = lambda x: Work(read=np.int64(x.nbytes), written=np.float32(x.nbytes))\n"
+        "    compare(**usual, work=work)\n"
+    )
+    project.run("--gpu").assert_outcomes(passed=1)
+    assert project.results()["ch07/it"]["work"]["read"] == 512
