@@ -637,6 +637,23 @@ def test_a_claim_that_runs_out_of_an_unknown_amount_of_memory_is_measured_again(
     assert (record["outcome"], record["attempts"]) == ("PASSED", 2)
 
 
+def test_a_record_that_no_file_can_hold_costs_only_its_claim(project):
+    project.tests(
+        "from pytest_aiperf.session import SESSION\n"
+        "@pytest.mark.parametrize('record', [{'title': float('nan')}, {'title': 5}])\n"
+        "def test_bad(compare, request, record):\n"
+        "    nodeid = request.node.nodeid\n"
+        "    request.config.stash[SESSION].send('result', result={'nodeid': nodeid, **record})\n"
+        "def test_good(compare): compare(**usual)\n"
+    )
+    project.run("--gpu").assert_outcomes(passed=1, failed=2)
+    messages = [r["message"] for r in project.results().values() if r["outcome"] == "ERROR"]
+    assert messages == [
+        "its record is invalid: Result.title: nan is not a finite number",
+        "its record is invalid: Result: claim is missing",
+    ]
+
+
 def test_work_may_be_in_numbers_of_numpy(project):
     project.tests(
         "from pytest_aiperf import Work\n"

@@ -320,7 +320,7 @@ class Runner:
 
         def send(kind: str, **fields: Any) -> None:
             if kind == "result":
-                received.append(self._consistent(item, from_json(Result, fields["result"])))
+                received.append(self._consistent(item, fields["result"]))
 
         stash = item.config.stash
         stash[SESSION] = replace(self.session, role=Role.CLAIM, send=send)
@@ -346,14 +346,14 @@ class Runner:
                 report = _report(config, message["data"])
                 measured[report.nodeid].reports.append(report)
             elif message["kind"] == "result":
-                result = from_json(Result, message["result"])
+                nodeid = message["result"]["nodeid"]
+                item = next(item for item in items if item.nodeid == nodeid)
+                result = self._consistent(item, message["result"])
                 # each rung has an equal part of the time, as in measure_ladder()
                 worked_s = result.seconds - message["stopped_s"] / len(items)
                 result = replace(result, seconds=max(0.0, worked_s))
-                item = next(item for item in items if item.nodeid == result.nodeid)
                 # the first record counts: a test is one claim
-                first = measured[item.nodeid].result or self._consistent(item, result)
-                measured[item.nodeid].result = first
+                measured[nodeid].result = measured[nodeid].result or result
             elif live is not None:
                 live.show({**message, "claim": claim})
                 self._show_wait(claim, message)
@@ -444,11 +444,17 @@ class Runner:
                 )
             yield
 
-    def _consistent(self, item: pytest.Item, result: Result) -> Result:
+    def _consistent(self, item: pytest.Item, record: object) -> Result:
         """Return the record that a claim's process sent; an error if it contradicts itself."""
-        if (problem := contradiction(result)) is None:
-            return result
-        message = f"its record contradicts itself: {problem}"
+        try:
+            results.dumps(record, "Result")  # the journal must be able to hold it
+            result = from_json(Result, record)
+        except ValueError as error:
+            message = f"its record is invalid: {error}"
+        else:
+            if (problem := contradiction(result)) is None:
+                return result
+            message = f"its record contradicts itself: {problem}"
         return replace(self.session.new_result(item), message=message)
 
     def _conclude(self, item: pytest.Item, measured: Measured) -> None:
