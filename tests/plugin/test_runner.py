@@ -654,6 +654,20 @@ def test_a_record_that_no_file_can_hold_costs_only_its_claim(project):
     ]
 
 
+def test_properties_of_a_test_may_be_any_objects(project):
+    project.tests(
+        "from pathlib import Path\n"
+        "def test_it(compare, record_property):\n"
+        "    record_property('file', Path('a/b'))\n"
+        "    record_property('figure', np.float32(0.5))\n"
+        "    compare(**usual)\n"
+    )
+    project.run("--gpu", "--junitxml=junit.xml").assert_outcomes(passed=1)
+    text = (project.path / "junit.xml").read_text()
+    assert '<property name="file" value="a/b"' in text
+    assert '<property name="figure" value="0.5"' in text
+
+
 def test_work_may_be_in_numbers_of_numpy(project):
     project.tests(
         "from pytest_aiperf import Work\n"

@@ -412,6 +412,8 @@ class Runner:
                 report.sections = [(name, _cut(text)) for name, text in report.sections]
                 hook = item.config.hook
                 data = hook.pytest_report_to_serializable(config=item.config, report=report)
+                # record_property() and other plugins may add what is no JSON, such as a path
+                data = json.loads(json.dumps(data, default=str))
                 channel.send("report", data=data)
 
         [only, *others] = items
