@@ -267,6 +267,33 @@ def test_waiting_does_not_count(run_past_deadline):
     assert (ended.status, ended.messages) == ("exited", ({"kind": "result"},))
 
 
+def test_a_claim_that_is_often_stopped_while_pytest_is_busy_is_reported_whole():
+    """With the changes of its state before it, its report takes more than 64 bytes."""
+    reader, writer = os.pipe()
+
+    def work(channel):
+        channel.send("begin")
+        claim = os.getpid()
+        if os.fork() == 0:
+            for _ in range(31):
+                for signum in (signal.SIGSTOP, signal.SIGCONT):
+                    os.kill(claim, signum)
+                    time.sleep(0.01)
+            os.write(writer, b"+")
+            os._exit(0)
+        os.wait()
+
+    def on_message(_):
+        os.read(reader, 1)
+        time.sleep(0.3)  # until the supervisor has reported
+
+    ended = supervise(work, deadline_s=60, on_message=on_message)
+    assert (ended.status, ended.code) == ("exited", 0)
+    assert ended.peak_rss_bytes > 1 << 20
+    os.close(reader)
+    os.close(writer)
+
+
 def test_the_time_for_which_a_claim_is_stopped_does_not_count():
     stopped_s = []
 

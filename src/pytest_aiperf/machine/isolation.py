@@ -44,6 +44,9 @@ TRANSIENT: Final = frozenset({"waiting", "working", "progress", "step"})
 KILL_TIMEOUT_S: Final = 10.0
 """How long a process may take to end after SIGKILL before it counts as stuck."""
 
+_RECEIVED_BYTES: Final = 2**16
+"""Most bytes received from the supervisor at a time: more changes of the claim's state, of one byte
+each, than come while the pytest process is busy, so that the report behind them is not cut."""
 _MONITORING_EVENTS: Final = 10
 """The first events of ``sys.monitoring``, which are local: they can be on for single functions."""
 _TERMINATE: Final = b"T"
@@ -336,7 +339,7 @@ def _watch(
                     messages.append(message)
                 on_message({**message, "stopped_s": deadline.stopped_s})
         if control in ready:
-            received = control.recv(64)
+            received = control.recv(_RECEIVED_BYTES)
             rest = received.lstrip(_STOPPED + _CONTINUED)
             for state in received.removesuffix(rest):
                 deadline.note_state(bytes([state]))
