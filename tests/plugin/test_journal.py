@@ -250,5 +250,9 @@ def test_phases_that_cannot_be_written_or_read_cost_nothing(run):
     phases = run.phases("gw0")
     phases.path.mkdir()
     phases.append("a/one", "warming up")
-    (run.path / "phases-gw1-1.jsonl").write_text('{"time": 1.0, "claim": "a/two", "phase"')
+    torn = run.path / "phases-gw1-1.jsonl"
+    torn.write_text('{"time": 1.0, "claim": "a/two", "phase"')
     assert journal.unfinished(run.path) == {}
+    later = '{"time": 2.0, "claim": "a/two", "phase": "measuring"}\n'
+    torn.write_text('{"time": 1.0, "cla' + later + later)
+    assert journal.unfinished(run.path) == {"a/two": ("measuring", 2.0)}

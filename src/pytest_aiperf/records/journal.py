@@ -155,10 +155,11 @@ def unfinished(folder: Path) -> dict[str, tuple[str, float]]:
     """
     found: dict[str, tuple[str, float]] = {}
     for path in folder.glob("phases-*.jsonl"):
-        with suppress(OSError, ValueError, KeyError):  # a line that a crash left incomplete
-            for line in path.read_text(encoding="utf-8").splitlines():
-                entry = loads(line, "")
-                found[entry["claim"]] = entry["phase"], entry["time"]
+        with suppress(OSError):
+            for line in path.read_bytes().splitlines():
+                with suppress(ValueError, KeyError):  # a line that a full disk left incomplete
+                    entry = loads(line.decode(), "")
+                    found[entry["claim"]] = entry["phase"], entry["time"]
     return {claim: last for claim, last in found.items() if last[0] != ENDED}
 
 
