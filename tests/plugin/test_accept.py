@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,14 @@ def test_a_damaged_results_file_stops_the_update(run):
     assert status == 2
     assert "results/h200.json" in err
     assert not Path("expectations.yaml").exists()
+
+
+def test_a_lock_file_that_cannot_be_opened_is_status_2(run):
+    Path(".aiperf/expectations.yaml.lock").mkdir(parents=True)
+    status, _, err = run(document(result("ch06/a")))
+    assert status == 2
+    assert re.fullmatch(r"accept: cannot write \S+\.lock: Is a directory; a folder has .*\n", err)
+    assert files() == ["run.json"]
 
 
 def test_a_read_only_file_is_status_2(run):

@@ -348,6 +348,7 @@ class Update:
         lock = path.parent / ".aiperf" / f"{path.name}.lock"
         with writing(lock):
             create_tagged(lock.parent)
+            lock.open("a").close()  # an error here, if it is another user's, is one sentence
         with locked(lock):
             update = propose_update(self.path, self.results, self.today, folder)
             if update.accepted and update.after is not None:
