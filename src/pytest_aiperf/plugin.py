@@ -36,7 +36,7 @@ CONTEXT = pytest.StashKey["ItemContext"]()  #: The state that the fixtures of an
 COLLECTED = pytest.StashKey[set[str]]()  #: Ids of all collected claims, selected or not.
 SHORT_NAMES = pytest.StashKey[set[str]]()  #: Options that have a name without the prefix aiperf-.
 LEFT_OUT = pytest.StashKey[int]()  #: Number of claims that this run's --gpu or --cpu leaves out.
-PARTIAL = pytest.StashKey[set[str]]()  #: Folders, as in ids, with a module that was not collected.
+PARTIAL = pytest.StashKey[set[str]]()  #: Folders, as in ids, that were not wholly collected.
 ROOT: Final = Path(__file__).parent
 NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")  #: Exists on machines with NVIDIA's driver.
 WORKERS_PER_GPU: Final = 8
@@ -224,6 +224,20 @@ def pytest_make_collect_report(
         folders = collector.config.stash.setdefault(PARTIAL, set())
         folders.add(requirements.claim_id(report.nodeid).partition("/")[0])
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_ignore_collect(
+    collection_path: Path, config: pytest.Config
+) -> Generator[None, bool | None, bool | None]:
+    is_ignored = yield
+    if is_ignored:  # a conftest.py may leave out files whose packages are not installed
+        folder = collection_path.name
+        if collection_path.suffix == ".py":
+            file = os.path.relpath(collection_path, config.rootpath)
+            folder = requirements.claim_id(f"{file}::").partition("/")[0]
+        config.stash.setdefault(PARTIAL, set()).add(folder)
+    return is_ignored
 
 
 @pytest.hookimpl(trylast=True)

@@ -241,6 +241,7 @@ def test_slopes(compare, rung): compare(**usual)
 """)
     path = project.write("expectations.yaml", RENAMED)
     project.write("ch08/test_nothing.py", "")
+    project.write("ch07/__pycache__/test_double.cpython-311.pyc", "")  # pytest leaves it out
     done = project.run(*words)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     errors = [
@@ -286,6 +287,16 @@ def test_claims_of_a_module_that_is_not_collected_may_exist(project, text):
     project.write("expectations.yaml", RENAMED)
     done = project.run("--continue-on-collection-errors")
     assert done.parseoutcomes()["passed"] == 1
+
+
+@pytest.mark.parametrize("folder", ["ch09", "ch09/test_chain.py"])
+def test_claims_of_files_that_a_conftest_leaves_out_may_exist(project, folder):
+    project.tests("def test_good(compare): compare(**usual)")
+    project.tests("def test_slope(compare): compare(**usual)", "ch07/test_slopes.py")
+    project.tests("def test_chain(compare): compare(**usual)", "ch09/test_chain.py")
+    project.write("conftest.py", f"collect_ignore = ['ch07/test_slopes.py', {folder!r}]\n")
+    project.write("expectations.yaml", RENAMED)
+    project.run().assert_outcomes(passed=1)
 
 
 def test_a_mistake_in_the_expectations_file_is_an_error_of_the_check(project):
