@@ -75,6 +75,20 @@ def test_a_claim_that_holds_and_one_that_does_not(project):
     assert blocks["optimized"][1] == pytest.approx(100e-6, rel=0.1)
 
 
+def test_a_worker_skips_what_its_own_gpu_lacks(project):
+    project.fake(gpus=[{}, {"name": "Fake A100", "key": "a100", "arch": "sm80"}])
+    project.tests(
+        "@pytest.mark.gpu(min_sm=90)\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
+        "def test_it(compare, n): compare(**usual)\n"
+    )
+    project.run("--gpu", "-n2")
+    records = project.results().values()
+    assert {(r["key"], r["outcome"]) for r in records} == {("fake", "PASSED"), ("a100", "SKIPPED")}
+    reasons = {r["message"] for r in records if r["outcome"] == "SKIPPED"}
+    assert reasons == {"needs sm90 or newer, Fake A100 is sm80"}
+
+
 @pytest.mark.parametrize("workers", [(), ("-n1",)])
 def test_runs_go_to_the_folder_of_the_setting(project, workers):
     project.tests("def test_faster(compare): compare(**usual)")

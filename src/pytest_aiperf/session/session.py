@@ -81,7 +81,7 @@ class Session:
     def skip_reason(self, item: pytest.Item) -> str | None:
         """Return why an item cannot be measured or profiled here, or None if it can."""
         required = item.stash[REQUIREMENTS]
-        reason = required.missing(self.gpus) if self.gpus else None
+        reason = required.missing(self._own_gpus_first()) if self.gpus else None
         if reason is None and self.settings.profile and requirements.is_claim(item):
             tool, _ = tools.parse(self.settings.profile)
             if required.in_ranks and not tool.ranks:
@@ -100,8 +100,14 @@ class Session:
         required = item.stash[REQUIREMENTS]
         if "gpu" not in self.settings.measure or required.host:
             return ()
-        first = int(self.settings.worker.removeprefix("gw").replace("main", "0"))
-        return tuple(self.gpus[(first + i) % len(self.gpus)] for i in range(required.count))
+        gpus = self._own_gpus_first()
+        return tuple(gpus[i % len(gpus)] for i in range(required.count))
+
+    def _own_gpus_first(self) -> tuple[Gpu, ...]:
+        """Return all GPUs, beginning with that of this worker."""
+        worker = int(self.settings.worker.removeprefix("gw").replace("main", "0"))
+        first = worker % len(self.gpus)
+        return (*self.gpus[first:], *self.gpus[:first])
 
     def roots(self, item: pytest.Item) -> tuple[Path, ...]:
         """Return the folders in which nvcc() looks for an item's sources."""
