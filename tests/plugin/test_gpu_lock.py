@@ -301,6 +301,23 @@ def test_a_process_with_any_name_may_run_beside_claims(preparing, tmp_path):
         os.waitpid(pid, 0)
 
 
+def test_a_process_that_may_not_be_stopped_keeps_no_other_stopped(preparing, tmp_path, monkeypatch):
+    """As one that a claim has started with sudo."""
+    kill, (first, _) = os.kill, sorted(preparing.children)
+    monkeypatch.setattr(pausing, "STOP_TIMEOUT_S", 0.1)
+
+    def refuse(pid, signum):
+        if pid == first:
+            raise PermissionError
+        kill(pid, signum)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", refuse)
+        with GpuLock([A], tmp_path / "locks").exclusive_gpu():
+            assert preparing.states().count("T") == 2
+    assert preparing.runs_again()
+
+
 def test_claims_on_other_gpus_are_not_paused(claim, preparing):
     timed = claim("exclusive_gpu", B)
     assert timed.enters

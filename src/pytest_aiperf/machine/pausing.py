@@ -112,7 +112,7 @@ def _continue(pids: Iterable[int]) -> None:
 
 def _send(pids: Iterable[int], signum: signal.Signals) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may run under sudo
             os.kill(pid, signum)
 
 
