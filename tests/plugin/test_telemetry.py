@@ -50,7 +50,8 @@ class Stop(Exception):  # noqa: N818  ends a recording
     pass
 
 
-def test_samples_survive_the_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["17.5,a,30", "17.5,a,30,1980,2619,300.5,107"])
+def test_samples_survive_the_file(tmp_path, monkeypatch, part):
     loads = iter([GpuLoad(50, 1980, None, 300.5, 2**30), GpuLoad(), GpuLoad(0), GpuLoad(100)])
     monkeypatch.setattr(nvml, "load", lambda _: next(loads))
     pauses = []
@@ -63,7 +64,7 @@ def test_samples_survive_the_file(tmp_path, monkeypatch):
     with (tmp_path / "t.csv").open("w") as file, pytest.raises(Stop):
         telemetry.record(["a", "b"], file, pause)
     with (tmp_path / "t.csv").open("a") as file:
-        file.write("17.5,a,30")  # the session read it while this row was written
+        file.write(part)  # the session read it while this row was written
     samples = telemetry.read(tmp_path / "t.csv")
     assert [load for _, load in samples["a"]] == [GpuLoad(50, 1980, None, 300.5, 2**30), GpuLoad(0)]
     assert [load for _, load in samples["b"]] == [GpuLoad(), GpuLoad(100)]

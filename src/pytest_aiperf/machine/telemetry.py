@@ -61,7 +61,7 @@ def read(file: Path) -> Samples:
     """Read the samples of a run; a last row that is incomplete is left out."""
     samples = defaultdict(list)
     with file.open(newline="", encoding="utf-8") as lines:
-        for row in csv.reader(lines):
+        for row in csv.reader(line for line in lines if line.endswith("\n")):
             if len(row) == len(_HEAD) and row != list(_HEAD):
                 values = (float(value) if value else None for value in row[2:])
                 samples[row[1]].append((float(row[0]), GpuLoad(*values)))
