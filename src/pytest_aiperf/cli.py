@@ -158,14 +158,15 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     _add_capture(subcommands)
     _add_views(subcommands)
     add = _command(subcommands, accept)
-    add("measured", metavar="RESULTS.json", type=Path, help="the results of a run")
+    add("measured", metavar="RESULTS.json", type=Path, help="the results of a run, or its folder")
     text, default = "the file to update (default: %(default)s)", Path("expectations.yaml")
     add("--expectations", metavar="PATH", type=Path, default=default, help=text)
     text = "the folder of accepted results, one file per kind of machine (default: %(default)s)"
     add("--results", metavar="DIR", type=Path, default=Path("results"), help=text)
     add("--dry-run", action="store_true", help="show what would change, and write nothing")
     add = _command(subcommands, merge)
-    add("parts", metavar="RESULTS.json", type=Path, nargs="+", help="the results of each shard")
+    text = "the results of each shard, or the folder of its run"
+    add("parts", metavar="RESULTS.json", type=Path, nargs="+", help=text)
     add("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
     add = _command(subcommands, complete)
     add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")

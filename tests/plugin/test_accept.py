@@ -112,6 +112,16 @@ def test_another_expectations_file(run):
     assert "expectations.yaml" not in files()
 
 
+def test_the_folder_of_a_run_stands_for_its_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/results.json").write_text(json.dumps(document(result("ch06/a"))))
+    assert main(["accept", "run"]) == 0
+    assert json.loads(Path("results/h200.json").read_text())["machine_info"] == MACHINE
+    assert main(["merge", "run", "-o", "merged.json"]) == 0
+    assert json.loads(Path("merged.json").read_text())["machine_info"] == MACHINE
+
+
 def test_dry_run_writes_nothing(run):
     status, out, _ = run(document(result("ch06/a")), "--dry-run")
     assert status == 0

@@ -106,7 +106,11 @@ def sync(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a strict JSON file; UsageError names the file and the place in it."""
+    """Read a strict JSON file, or the results in the folder of a run.
+
+    UsageError names the file and the place in it.
+    """
+    path = path / "results.json" if path.is_dir() else path
     try:
         return loads(path.read_text(encoding="utf-8"), path.stem)
     except OSError as error:
@@ -168,7 +172,6 @@ def read_results(path: Path) -> list[Result]:
 
     ``path`` may be the folder of a run.
     """
-    path = path / "results.json" if path.is_dir() else path
     content = read_json(path)
     if not isinstance(content, Mapping):
         raise UsageError(f"{path}: an object is needed, not a {type(content).__name__}; run again")
