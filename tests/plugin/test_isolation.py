@@ -316,6 +316,27 @@ def test_the_time_for_which_a_claim_is_stopped_does_not_count():
     assert stopped_s[-1] == pytest.approx(1.5, abs=0.5)
 
 
+def test_a_claim_that_is_stopped_while_it_waits_loses_that_time_once(monkeypatch):
+    """Its own time does not count the wait."""
+    now = 100.0
+    with monkeypatch.context() as patch:
+        patch.setattr(isolation.time, "monotonic", lambda: now)
+        deadline = isolation._Deadline(60.0, grace_s=2.0)
+        deadline.update("waiting")
+        for state in (isolation._STOPPED, isolation._CONTINUED):
+            deadline.note_state(state)
+            now += 10.0
+        assert deadline.stopped_s == 0
+        deadline.update("working")
+        deadline.note_state(isolation._STOPPED)
+        now += 5.0
+        assert deadline.stopped_s == 5
+        deadline.note_state(isolation._STOPPED)  # it continued for a moment
+        now += 1.0
+        deadline.note_state(isolation._CONTINUED)
+        assert (deadline.stopped_s, deadline.left()) == (6, 60)
+
+
 def test_a_claim_that_nobody_continues_ends():
     ended = run(lambda _: os.kill(os.getpid(), signal.SIGSTOP), deadline_s=0.5, grace_s=0.1)
     assert (ended.status, ended.code) == ("timeout", signal.SIGKILL)

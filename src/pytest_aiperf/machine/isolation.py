@@ -115,12 +115,12 @@ def supervise(
 
     The deadline counts the time in which the claim works. Time for which its process is stopped
     does not count, unless it is stopped for as long as the deadline without a break; each message
-    has the seconds so far as ``stopped_s``. When the deadline is exceeded, the claim's process
-    group gets SIGTERM, and SIGKILL ``grace_s`` seconds later. An exception that escapes ``work``
-    arrives as a message ``crash`` with its traceback as ``text``. An exception in this function,
-    or in ``on_message``, kills the claim and reaches the caller. The supervisor calls ``on_end``
-    when the claim has ended, even if the pytest process was killed. Call this from a process that
-    has not initialized CUDA.
+    has the seconds so far as ``stopped_s``, without those in which it waited anyway. When the
+    deadline is exceeded, the claim's process group gets SIGTERM, and SIGKILL ``grace_s`` seconds
+    later. An exception that escapes ``work`` arrives as a message ``crash`` with its traceback as
+    ``text``. An exception in this function, or in ``on_message``, kills the claim and reaches the
+    caller. The supervisor calls ``on_end`` when the claim has ended, even if the pytest process was
+    killed. Call this from a process that has not initialized CUDA.
     """
     _flush()  # otherwise the child, which flushes at its end, would write the same text again
     control, supervisor_control = socketpair()
@@ -213,6 +213,7 @@ class _Deadline:
         self._left_at_pause = 0.0
         self._reasons: set[str] = set()  # why it is paused
         self._stopped_at: float | None = None
+        self._stopped_in_wait = False  # whether the claim waited anyway when it was stopped
         self._stopped_s = 0.0
         self._commands = [(_TERMINATE, grace_s), (_KILL, KILL_TIMEOUT_S)]
 
@@ -234,6 +235,7 @@ class _Deadline:
         self._stopped_s = self.stopped_s
         if state == _STOPPED:
             self._stopped_at = time.monotonic()
+            self._stopped_in_wait = "waiting" in self._reasons
             self._pause("stopped")
         else:
             self._stopped_at = None
@@ -241,9 +243,10 @@ class _Deadline:
 
     @property
     def stopped_s(self) -> float:
-        """Seconds for which the claim has been stopped so far."""
-        since = self._stopped_at
-        return self._stopped_s + (time.monotonic() - since if since is not None else 0.0)
+        """Seconds for which the claim has been stopped so far, without those of its waits."""
+        if self._stopped_at is None or self._stopped_in_wait:
+            return self._stopped_s
+        return self._stopped_s + time.monotonic() - self._stopped_at
 
     def _pause(self, reason: str) -> None:
         if self._end is not None and not self.exceeded:
