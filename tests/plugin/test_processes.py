@@ -297,6 +297,28 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_is_there(project, work
     assert project.journaled()["ch07/it[0]"] == "PASSED"
 
 
+def test_a_disk_that_fills_up_before_a_ladder_ends_the_run_with_a_sentence(project):
+    project.tests(
+        "@pytest.mark.parametrize('rung', ['a', 'b'])\ndef test_it(compare, rung): compare(**usual)"
+    )
+    project.write(
+        "conftest.py",
+        "import errno, pathlib\n"
+        "mkdir = pathlib.Path.mkdir\n"
+        "def full(path, *args, **words):\n"
+        "    if path.name == 'ladders':\n"
+        "        raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "    mkdir(path, *args, **words)\n"
+        "pathlib.Path.mkdir = full\n",
+    )
+    done = project.run("--gpu")
+    assert done.ret == pytest.ExitCode.INTERRUPTED
+    output = done.stdout.str() + done.stderr.str()
+    assert "No space left on device; free some space" in output
+    assert "Traceback" not in output
+    assert "INTERNALERROR" not in output
+
+
 def test_pdb_stays_in_the_process(project):
     project.tests("def test_it(compare):\n    compare(**usual)\n    assert os.getppid() == PARENT")
     project.write(

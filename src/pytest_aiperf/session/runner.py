@@ -227,9 +227,12 @@ class Runner:
         assert run is not None
         name = f"{requirements.ladder_id(item)}:{rungs[0].nodeid}"
         file = run.path / "ladders" / hashlib.sha256(name.encode()).hexdigest()[:16]
-        file.parent.mkdir(exist_ok=True)
+        lock = file.with_suffix(".lock")
+        with results.writing(lock):
+            lock.parent.mkdir(exist_ok=True)
+            lock.touch()
         config, hook = item.config, item.config.hook
-        with locked(file.with_suffix(".lock")):
+        with locked(lock):
             if not file.exists():
                 if self.session.budget_exhausted():
                     return None
