@@ -319,10 +319,6 @@ MISTAKES = {
     ),
     "evidence=['LDG.E']": "evidence= must be made with *, not 'LDG.E': *",
     "work=lambda x: x.nbytes": "work() must return a Work, not 64",
-    "work=lambda x: Work(read='64')": "Work(read='64'): give a finite number of at least 0",
-    "work=lambda x: Work(written=float('nan'))": "Work(written=nan): give a finite number *",
-    "work=lambda x: Work(read=np.inf)": "Work(read=inf): give a finite number of at least 0",
-    "work=lambda x: Work(read=-1)": "Work(read=-1): give a finite number of at least 0",
     "work=lambda x: Work(flops=1, dtype='float16')": "Work(dtype='float16'): use one of fp64, *",
     "work=lambda x: Work(flops=1)": (
         "Work(flops=...) needs the precision of the operations, *: write Work(flops=..., "

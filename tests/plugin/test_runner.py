@@ -680,14 +680,3 @@ def test_properties_of_a_test_may_be_any_objects(project):
     text = (project.path / "junit.xml").read_text()
     assert '<property name="file" value="a/b"' in text
     assert '<property name="figure" value="0.5"' in text
-
-
-def test_work_may_be_in_numbers_of_numpy(project):
-    project.tests(
-        "from pytest_aiperf import Work\n"
-        "def test_it(compare):\n"
-        "    work = lambda x: Work(read=np.int64(x.nbytes), written=np.float32(x.nbytes))\n"
-        "    compare(**usual, work=work)\n"
-    )
-    project.run("--gpu").assert_outcomes(passed=1)
-    assert project.results()["ch07/it"]["work"]["read"] == 512

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from numbers import Real
 from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
@@ -412,7 +411,9 @@ class BoundClaim:
             args = self.make_inputs(self.seed).args
             if self.claim.work is not None:
                 _check_signature("work", self.claim.work, args)
-                work = _in_floats(self.claim.work(*args))
+                work = self.claim.work(*args)
+                if not isinstance(work, Work):
+                    raise UsageError(f"work() must return a Work, not {work!r}")
                 names = ", ".join(WORK_DTYPES)
                 if work.dtype not in (None, *WORK_DTYPES):
                     raise UsageError(f"Work(dtype={work.dtype!r}): use one of {names}")
@@ -698,19 +699,6 @@ def worst(errors: Iterable[Error]) -> tuple[Error, ...]:
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
     return lambda: call(*args)
-
-
-def _in_floats(work: object) -> Work:
-    """Return a claim's work with its figures, such as NumPy's integers, as floats."""
-    if not isinstance(work, Work):
-        raise UsageError(f"work() must return a Work, not {work!r}")
-    figures: dict[str, Any] = {}
-    for name in ("read", "written", "flops"):
-        figure = getattr(work, name)
-        if not (isinstance(figure, Real) and 0 <= float(figure) < math.inf):
-            raise UsageError(f"Work({name}={figure!r}): give a finite number of at least 0")
-        figures[name] = float(figure)
-    return replace(work, **figures)
 
 
 def _check_signature(name: str, arm: Arm | Callable[..., object], args: Args) -> None:
