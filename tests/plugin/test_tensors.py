@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import fractions
 import math
 import mmap
+import random
 import time
 import warnings
 from typing import ClassVar
@@ -12,9 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from pytest_aiperf.claim.bound_claim import BoundClaim
+from pytest_aiperf.claim.claim import claim_of
 from pytest_aiperf.correctness import argument_effects, tensors
 from pytest_aiperf.correctness.argument_effects import ArgumentEffects
+from pytest_aiperf.correctness.contents import read
 from pytest_aiperf.correctness.tensors import Inputs
+from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.model import Score
 
 
@@ -179,6 +185,46 @@ def test_checksums_depend_on_positions_and_signs(monkeypatch, dtype):
             assert tensors.changed(before, (view,)) == ("args[0]",), "all signs are flipped"
             view.neg_()
         assert tensors.changed(before, (view,)) == ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: n,
+        lambda n: [n] * 20,
+        lambda n: fractions.Fraction(1, n),
+        range,
+        lambda n: slice(n, None),
+        lambda n: {n, "text", 1},
+        lambda n: {n: 1},
+        lambda n: {(n, "text"): 1},
+    ],
+)
+def test_integers_may_have_more_digits_than_python_writes(make):
+    value, equal, other = (make(10**5000 + i) for i in (0, 0, 1))
+    before = tensors.fingerprint((value,))
+    assert not tensors.changed(before, (equal,))
+    assert tensors.changed(before, (other,))
+    states = [read((x, collections.deque([x]))) for x in (value, equal, other)]
+    assert states[0] == states[1] != states[2]
+
+
+def test_a_claim_may_be_about_integers_of_any_length():
+    bound = BoundClaim(
+        claim_of(
+            baseline=lambda a, b: a * b,
+            optimized=lambda a, b: b * a,
+            inputs=lambda bench: tuple(
+                random.Random(bench.seed + i).getrandbits(40_000) for i in (0, 1)
+            ),
+            reference=lambda a, b: a * b,
+            metric="wall",
+        ),
+        HostDevice(),
+        1,
+        full=True,
+    )
+    assert {error.error for error in bound.check_agreement()} == {0.0}
 
 
 def test_a_fingerprint_holds_no_copy():

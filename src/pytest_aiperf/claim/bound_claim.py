@@ -19,6 +19,7 @@ from pytest_aiperf.correctness import (
     argument_effects,
     contents,
     own_memory,
+    stored,
     tensors,
 )
 from pytest_aiperf.correctness.argument_effects import ArgumentEffects
@@ -725,5 +726,5 @@ def _text(leaf: object) -> Hashable:
         return hash(tuple(leaf))  # type: ignore[arg-type]
     is_plain = isinstance(leaf, (str, bytes, bytearray)) or tensors.is_other_scalar(leaf)
     if is_plain or tensors.is_compared(leaf):
-        return repr(leaf)
+        return stored.text(leaf)
     return object()  # the contents of a file or a queue are unknown

@@ -356,7 +356,7 @@ class _InC:
 
 
 def _text(value: object) -> str:
-    return f"{type(value).__name__} {value!r};"
+    return f"{type(value).__name__} {stored.text(value)};"
 
 
 def _is_float(value: object) -> bool:

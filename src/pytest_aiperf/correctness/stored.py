@@ -227,8 +227,31 @@ def _base(value: dict[Any, Any]) -> Any:
     return collections.OrderedDict if is_ordered else dict
 
 
+def text(value: Any) -> str:
+    """Return the repr of a value in VALUES, or of a plain container, with integers of any length.
+
+    Python refuses to write integers of more than 4300 decimal digits: those are hexadecimal here.
+    """
+    try:
+        return repr(value)
+    except ValueError:
+        kind = type(value)
+        if kind is int:
+            return hex(value)
+        if kind is fractions.Fraction:
+            parts = [value.numerator, value.denominator]
+        elif is_one_of(kind, (range, slice)):
+            parts = [value.start, value.stop, value.step]
+        else:
+            parts = list(value)
+        texts = list(map(text, parts))
+        if is_one_of(kind, (set, frozenset)):
+            texts.sort()  # equal sets may list their items in another order
+        return f"{kind.__name__}({', '.join(texts)})"
+
+
 def _label(key: Any, number: int) -> str:
-    return repr(key) if is_plain_key(key) else f"key {number}"
+    return text(key) if is_plain_key(key) else f"key {number}"
 
 
 def is_plain_key(key: Any) -> bool:

@@ -748,11 +748,11 @@ def identify(leaf: Any) -> tuple[str, Any]:
     Objects of unknown types, which may not even be immutable, have no text.
     """
     if stored.is_one_of(type(leaf), _NUMBER_TYPES):  # as an array, it would take ten times as long
-        return type(leaf).__name__, repr(leaf)
+        return type(leaf).__name__, stored.text(leaf)
     if array := as_array(leaf):
         return signature(array[0]), _checksums(array[0])
     is_plain = id(type(leaf)) in _PLAIN_IDS or is_other_scalar(leaf)
-    return type(leaf).__name__, repr(leaf) if is_plain else None
+    return type(leaf).__name__, stored.text(leaf) if is_plain else None
 
 
 def is_compared(leaf: Any) -> bool:
