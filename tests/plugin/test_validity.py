@@ -1,7 +1,10 @@
 """Each guard refuses its fault and accepts an ordinary measurement."""
 
+import os
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -229,3 +232,11 @@ def test_torch_has_all_settings():
     finally:
         torch.set_float32_matmul_precision("highest")
     assert "torch.get_float32_matmul_precision: highest -> high" in changed
+
+
+def test_processes_may_end_while_they_are_looked_up(monkeypatch):
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)  # it ends right after glob() has seen it
+    assert validity._children("0") == set()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert str(child.pid) in validity._children(str(os.getpid()))
+        child.kill()

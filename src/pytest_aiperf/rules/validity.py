@@ -498,9 +498,10 @@ def _has_children() -> bool:
 def _children(process: str) -> set[str]:
     """Return the children of all threads of a process."""
     pids: set[str] = set()
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # another system, or a thread that has just ended
-            pids.update(file.read_text().split())
+    with contextlib.suppress(OSError):  # another system, or the process has just ended
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                pids.update((task / "children").read_text().split())
     return pids
 
 
