@@ -240,3 +240,20 @@ def test_processes_may_end_while_they_are_looked_up(monkeypatch):
     with subprocess.Popen(["sleep", "60"]) as child:
         assert str(child.pid) in validity._children(str(os.getpid()))
         child.kill()
+
+
+RENAMING = "import ctypes; ctypes.CDLL(None).prctl(15, b'caf\\xe9'); print(flush=True); input()"
+"""Gives the process a name that is not UTF-8."""
+
+
+def test_processes_may_have_names_that_are_not_utf_8(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", RENAMING], **pipes) as child:
+        child.stdout.readline()
+        assert str(child.pid) in validity._started()
+        validity._background()
+        assert validity.faults_of_started() > 0
+        child.kill()
+    status = tmp_path / "status"
+    status.write_bytes(b"Name:\tcaf\xe9\nUmask:\t0022\n")
+    assert validity._text_of(str(status)).endswith("0022")

@@ -317,7 +317,7 @@ def is_foreign(value: object) -> bool:
 
 def _text_of(path: str) -> str:
     with contextlib.suppress(OSError):
-        return Path(path).read_text().strip()
+        return Path(path).read_text(errors="replace").strip()
     return ""
 
 
@@ -451,7 +451,13 @@ def _statuses() -> Iterator[Sequence[str]]:
     """Yield the fields of /proc/PID/stat, from the state on, of the started processes."""
     for process in _started():
         with contextlib.suppress(OSError):  # it has just ended
-            yield Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            yield _status(process)
+
+
+def _status(process: str) -> Sequence[str]:
+    # a process may have a name in any encoding, and the kernel cuts it after 15 bytes
+    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()
 
 
 def _background() -> tuple[dict[str, float], set[str]]:
@@ -467,8 +473,7 @@ def _background() -> tuple[dict[str, float], set[str]]:
                 seconds[str(ident)] = time.clock_gettime(time.pthread_getcpuclockid(ident))
     for process in _started():
         with contextlib.suppress(OSError):  # it has just ended
-            status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            running.update([process] * (status[0] == "R"))
+            running.update([process] * (_status(process)[0] == "R"))
     return seconds, running
 
 
