@@ -5,6 +5,7 @@ import dataclasses
 import fractions
 import math
 import mmap
+import os
 import random
 import time
 import warnings
@@ -106,6 +107,15 @@ def test_elements_that_are_not_all_written_are_found(tmp_path):
     assert [tensors.is_deferred(a, memory) for a in deferred] == [True] * len(deferred)
     assert [tensors.is_deferred(a, memory) for a in written] == [False] * len(written)
     assert not tensors.is_deferred(x, tensors.memory_of((x, n), skip=["args[0]"]))
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", "a\u2028/b \x85".encode()])
+def test_mapped_files_may_have_any_name(tmp_path, name):
+    path = os.path.join(os.fsencode(tmp_path), name)  # noqa: PTH118  of bytes
+    os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    mapped = np.memmap(os.fsdecode(path), mode="w+", shape=(9,))
+    found = tensors._file_range(np.asarray(mapped), tensors._file_mappings())
+    assert found == (os.fsdecode(path), 0, 9)
 
 
 def test_parts_of_overlapping_inputs_are_found():

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import sys
 import warnings
 from collections import Counter
@@ -518,7 +519,8 @@ _MEMORY_FILES = ("/dev/", "/memfd:", "/anon_hugepage", "/SYSV")
 def _file_mappings() -> list[tuple[int, int, int, str]]:
     """Return start, end, offset and name of the mapped files of this process, in order."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        # a name may be in any encoding, and have characters at which splitlines() splits
+        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")
     except OSError:  # not Linux
         return []
     rows = [line.split(maxsplit=5) for line in lines if "/" in line]
