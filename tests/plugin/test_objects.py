@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import agreement, contents, objects, reach, stored, tensors
+from pytest_aiperf.correctness import agreement, contents, files, objects, reach, stored, tensors
 from pytest_aiperf.correctness.argument_effects import ArgumentEffects
 from pytest_aiperf.correctness.objects import Originals
 from pytest_aiperf.correctness.tensors import Inputs
@@ -172,3 +172,8 @@ def test_a_list_with_null_items_is_not_read():
     builder.start("a", {})
     assert stored.referents(builder) == []
     assert builder.end("a").tag == "a"
+
+
+def test_a_text_that_no_file_can_have_as_its_name_is_no_path():
+    assert files.read(("/half of a pair: \ud800", "/a\0b", "/" + "a" * 5000)) == {}
+    assert files.read(("/half of a name: \udce9",)) == {"args[0]": files.NOTHING}

@@ -129,7 +129,15 @@ def _path(leaf: Any) -> Path | None:
     if type(leaf) is type(Path()):
         return Path(leaf)
     is_text = type(leaf) is str and leaf.startswith("/") and len(leaf) < MAX_TEXT
-    return Path(leaf) if is_text and "\0" not in leaf else None
+    return Path(leaf) if is_text and "\0" not in leaf and _can_be_a_name(leaf) else None
+
+
+def _can_be_a_name(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def _state(path: Path) -> State:
