@@ -1,6 +1,7 @@
 """What the code of an arm refers to."""
 
 import contextvars
+import dataclasses
 import functools
 import json
 import types
@@ -215,3 +216,16 @@ def test_assert_statements_of_a_setup_take_no_time_of_a_call():
         assert len(References(arm).asserting) == 1
     for setup in (asserting, functools.partial(asserting, 2)):
         assert not References(prepared(setup)).asserting
+
+
+def test_a_setup_may_be_an_object_without_a_hash():
+    @dataclasses.dataclass
+    class Factor:
+        value: float
+
+        def __call__(self, x):
+            return lambda x: x * self.value
+
+    assert Factor.__hash__ is None
+    references = References(prepared(Factor(2.0)))
+    assert any(references.label(place) == "self" for place in references.states())

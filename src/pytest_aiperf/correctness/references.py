@@ -63,7 +63,7 @@ class References:
         """Names of library functions that were replaced by functions from elsewhere."""
         self.asserting: set[str] = set()
         """Names of functions with assert statements that pytest has rewritten: they take longer."""
-        self._setups: set[object] = set()  # functions that run before their arm is timed
+        self._setups: set[int] = set()  # ids of functions that run before their arm is timed
         if not _is_installed(call):
             self._hold("its own code", call)
         self._read(call)
@@ -163,7 +163,7 @@ class References:
             yield from self._function(value)
         elif type(value) is Prepared:
             make: Any = value.make
-            self._setups.add(make.func if type(make) is functools.partial else make)
+            self._setups.add(id(make.func if type(make) is functools.partial else make))
             yield make
         elif type(value) is _VARIABLE:
             self._places[id(value), value.name] = value.name, value
@@ -194,7 +194,7 @@ class References:
         """Note the places that a function refers to; yield the functions there."""
         names = {*_names(function.__code__)}
         timed = [function.__code__]
-        if function in self._setups:  # only the functions that it defines are timed
+        if id(function) in self._setups:  # only the functions that it defines are timed
             timed = [each for each in timed[0].co_consts if type(each) is types.CodeType]
         if any(_OF_ASSERTS in _names(code) for code in timed):
             self.asserting.add(function.__qualname__)
