@@ -56,6 +56,15 @@ def test_one_replicate_gives_an_infinite_interval():
     assert stats.half_width(stats.interval([0.5])) == math.inf
 
 
+@pytest.mark.parametrize("logs", [[0.0, 25.0], [720.0, 720.0]])
+def test_an_interval_may_be_wider_than_floats_are_large(logs):
+    """For example after two replicates with residuals of 1e-16 and 1e-5."""
+    interval = stats.interval(logs)
+    assert interval.high == math.inf
+    assert stats.half_width(interval) == math.inf
+    assert stats.half_width(Interval(5e-324, 1.0, 1e308)) == math.inf
+
+
 def test_equal_replicates_give_an_interval_without_width():
     interval = stats.interval([math.log(2)] * 3)
     assert (interval.low, interval.high) == (pytest.approx(2), pytest.approx(2))

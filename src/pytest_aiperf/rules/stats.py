@@ -3,11 +3,14 @@
 import functools
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 
 from pytest_aiperf.model import Interval, Replicate, Round, Timing
 
 LEVEL = 0.99  #: Confidence level of every interval.
+_MAX_LOG = math.log(sys.float_info.max)
+"""Largest logarithm of a float. The interval of two scores that are far apart is wider."""
 
 
 @functools.cache
@@ -43,7 +46,12 @@ def interval(logs: Sequence[float]) -> Interval:
         return Interval(0.0, math.exp(mean), math.inf)
     error = statistics.stdev(logs) / math.sqrt(len(logs))
     half = t_quantile(0.5 + LEVEL / 2, len(logs) - 1) * error
-    return Interval(math.exp(mean - half), math.exp(mean), math.exp(mean + half))
+    return Interval(_exp(mean - half), _exp(mean), _exp(mean + half))
+
+
+def _exp(log: float) -> float:
+    """Return exp(log), which is infinite where it exceeds the largest float."""
+    return math.exp(log) if log <= _MAX_LOG else math.inf
 
 
 def comparison(replicates: Iterable[Replicate], numerator: str, denominator: str) -> Interval:
@@ -61,7 +69,8 @@ def half_width(ratio: Interval) -> float:
     """Relative half-width of the interval; infinite for an unbounded interval."""
     if ratio.low <= 0 or math.isinf(ratio.high):
         return math.inf
-    return math.expm1((math.log(ratio.high) - math.log(ratio.low)) / 2)
+    log = (math.log(ratio.high) - math.log(ratio.low)) / 2
+    return math.expm1(log) if log <= _MAX_LOG else math.inf
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
