@@ -18,6 +18,7 @@ from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.claim import explanation
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.measure import check_claim, measure_claim
+from pytest_aiperf.claim.sampler import Sampler
 from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import (
     BuildError,
@@ -401,6 +402,17 @@ def test_a_disturbed_metric_that_is_only_shown_becomes_a_note():
     assert record.notes[0].startswith("wall is not shown: a round was disturbed 4 times")
     _, problem = explained(**arms, metric=("wall", "memory"), device=device)
     assert isinstance(problem, InvalidMeasurement)
+
+
+def test_a_metric_that_is_only_shown_may_fail_before_it_is_timed(monkeypatch):
+    def refuse(*_):
+        raise InvalidMeasurement("an arm changed global settings")
+
+    monkeypatch.setattr(Sampler, "prepare", refuse)
+    arms = {"baseline": holding(200_000), "optimized": holding(100_000), "work": None}
+    record, problem = explained(**arms, metric=("memory", "wall"), device=FakeDevice(None))
+    assert problem is None
+    assert record.notes == ("wall is not shown: an arm changed global settings",)
 
 
 def test_limits_come_from_the_first_metric_in_seconds():

@@ -429,6 +429,7 @@ def _measure(
                 ladder.raise_error()
                 raise
             notes.append(f"{metric} is not shown: {why}")
+            continue  # it may have ended before there was anything to check
         context.share(measurement.finish)
         unchecked.extend(measurement.sampler.unchecked())
     context.progress("verifying")
