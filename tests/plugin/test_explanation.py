@@ -1,6 +1,7 @@
 """After its timing a claim gets limits, traces, a diagnosis and findings of its evidence."""
 
 import hashlib
+import json
 import mmap
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from pytest_aiperf.model import (
     Require,
 )
 from pytest_aiperf.rules import evidence, roofline
+from pytest_aiperf.schema import to_json
 from tests.fake_gpu import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.test_compare import BLANK, LoggingLock, a_context
@@ -71,6 +73,16 @@ def test_both_arms_have_a_limit_a_trace_and_a_diagnosis():
     assert record.traces["optimized"].kernels == 1
     assert record.diagnosis["optimized"].startswith("memory-bound: 9")
     assert record.notes == ()
+
+
+def test_numbers_of_numpy_in_work_go_into_the_record():
+    record, problem = explained(
+        work=lambda x: Work(np.float32(8), np.int64(8), 2 * np.prod(x.shape), "fp32")
+    )
+    assert problem is None
+    assert json.loads(json.dumps(to_json(record.work))) == {
+        "read": 8.0, "written": 8.0, "flops": 128.0, "dtype": "fp32"
+    }  # fmt: skip
 
 
 def test_a_claim_without_work_has_traces_and_no_limit():

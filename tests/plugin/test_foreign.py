@@ -324,6 +324,9 @@ MISTAKES = {
         "Work(flops=...) needs the precision of the operations, *: write Work(flops=..., "
         'dtype="fp32"), or another of fp64, *'
     ),
+    "work=lambda x: Work(read='8')": "Work(read='8'): give a finite number that is at least 0",
+    "work=lambda x: Work(read=8, written=-1)": "Work(written=-1): give a finite number *",
+    "work=lambda x: Work(read=x)": "Work(read=array(*): give a finite number *",
     "work=lambda x: Work(reads=8)": "Work() has no field 'reads'; did you mean read?",
     "work=lambda: Work()": "work=<lambda>() does not take the 1 value that inputs() returns: *",
     "reference=lambda x, y: x": "reference=<lambda>(x, y) does not take the 1 value *",

@@ -5,9 +5,10 @@ import inspect
 import math
 import random
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Final, get_args
@@ -423,6 +424,7 @@ class BoundClaim:
                         "Work(flops=...) needs the precision of the operations, for their limit: "
                         f'write Work(flops=..., dtype="fp32"), or another of {names}'
                     )
+                work = _in_floats(work)
             return work, tensors.nbytes(args)
 
     @property
@@ -700,6 +702,22 @@ def worst(errors: Iterable[Error]) -> tuple[Error, ...]:
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
     return lambda: call(*args)
+
+
+def _in_floats(work: Work) -> Work:
+    """Return the work with figures that a record can hold, which numbers of numpy are not."""
+    read, written, flops = (_figure(n, getattr(work, n)) for n in ("read", "written", "flops"))
+    return replace(work, read=read, written=written, flops=flops)
+
+
+def _figure(name: str, value: object) -> float:
+    if not isinstance(value, str):
+        with suppress(TypeError, ValueError, OverflowError):  # it is no number
+            figure = float(value)  # type: ignore[arg-type]
+            if 0 <= figure < math.inf:
+                return figure
+    given = " ".join(reprlib.repr(value).split())  # an array's text has several lines
+    raise UsageError(f"Work({name}={given}): give a finite number that is at least 0")
 
 
 def _check_signature(name: str, arm: Arm | Callable[..., object], args: Args) -> None:
