@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pytest_aiperf.build import nvcc, sass
@@ -344,6 +347,8 @@ def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
             lambda: hold([evidence.peak_memory(max=1, per="work")], Facts(figures=FIGURES)),
             "needs work=",
         ),
+        (lambda: evidence.registers(max="32"), r"registers\(max='32'\): give a finite number"),
+        (lambda: evidence.overlap(min=math.nan), r"overlap\(min=nan\): give a finite number"),
         (lambda: evidence.overlap(min=1, of="kernels"), r"overlap\(of='kernels'\): use 'copies'"),
         (
             lambda: evidence.copied_bytes("htod", max=1),
@@ -358,6 +363,12 @@ def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
 def test_wrong_arguments_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_bounds_may_be_numbers_of_numpy():
+    piece = evidence.launches(min=np.float32(0.5), max=np.int64(3))
+    assert json.loads(json.dumps(to_json(piece)))["max"] == 3
+    assert evidence.launches(max=3).max == 3
 
 
 def test_findings_are_part_of_the_record():

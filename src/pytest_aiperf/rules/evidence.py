@@ -1,6 +1,8 @@
 """Evidence of why an arm is faster: a claim's author states it, and each run checks it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, get_args
@@ -163,7 +165,17 @@ def _evidence(
         raise UsageError(f"evidence.{kind.name.lower()}({given}) needs a bound: min= or max=")
     if per not in ("", "baseline", "work"):
         raise UsageError(f"evidence.{kind.name.lower()}(per={per!r}): use 'baseline' or 'work'")
-    return Evidence(kind, of, kernel, min, max, per)
+    return Evidence(kind, of, kernel, _bound(kind, "min", min), _bound(kind, "max", max), per)
+
+
+def _bound(kind: EvidenceKind, side: str, bound: Bound) -> Bound:
+    """Return a bound that a record can hold, which a number of numpy is not."""
+    if bound is None or isinstance(bound, int):
+        return bound
+    with suppress(TypeError, ValueError):  # it is no number
+        if math.isfinite(bound):
+            return float(bound)
+    raise UsageError(f"evidence.{kind.name.lower()}({side}={bound!r}): give a finite number")
 
 
 STATIC: Final = (EvidenceKind.OPCODE, EvidenceKind.REGISTERS, EvidenceKind.SPILLS)
