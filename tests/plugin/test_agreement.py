@@ -492,6 +492,13 @@ def test_results_must_be_finite(bad):
         )
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_result_whose_squares_overflow_is_refused_without_a_warning():
+    huge = np.full(9, 1e200)
+    with wrong("choose inputs whose results, and their squares, are finite", UsageError):
+        accuracy.verify({"baseline": [("result", huge)]}, huge)
+
+
 def test_the_message_names_the_worst_element():
     def make():
         return torch.full((4, 32), 1.25), torch.empty(4, 32)
