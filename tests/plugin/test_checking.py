@@ -677,6 +677,8 @@ def test_host(compare):
             "an arm returns exactly one Score(value, unit, better) beside its results, not 0",
         ),
         ("(x + 1, Score(2.0, 'ms', 'less'))", "Score(better='less'): use 'higher' or 'lower'"),
+        ("(x + 1, Score(2.0, None))", "Score(unit=None): name the unit of the figure"),
+        ("(x + 1, Score('2', 'ms'))", "Score(value='2'): give a number"),
     ],
 )
 def test_a_claim_without_a_valid_score_fails_its_check(project, returned, message):

@@ -1147,9 +1147,14 @@ def test_the_second_attempt_at_a_score_leaves_a_disturbed_call_out():
     [
         (lambda x: x * 2, "exactly one Score"),
         (lambda x: (x * 2, Score(0.0, "hits")), "a ratio needs more than 0"),
+        (lambda x: (x * 2, Score(2.0, 5)), r"Score\(unit=5\): name the unit"),
+        (lambda x: (x * 2, Score(None, "ms")), r"Score\(value=None\): give a number"),
     ],
 )
 def test_a_score_must_be_there_and_positive(arm, message):
+    bound = a_bound_claim(baseline=arm, optimized=arm, metric="score")
+    bound.check_agreement()
+    bound.depends_on_load(Metric.SCORE)  # raises nothing: the message below says more
     with pytest.raises(UsageError, match=message):
         measured(a_bound_claim(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
 

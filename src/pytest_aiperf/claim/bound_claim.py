@@ -8,7 +8,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Final, get_args
@@ -41,6 +41,7 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.rules import validity
+from pytest_aiperf.rules.stats import as_float
 
 from . import arm_errors
 from .claim import Arm, Claim, Progress, no_progress
@@ -490,7 +491,7 @@ class BoundClaim:
     def depends_on_load(self, metric: Metric) -> bool:
         """Whether claims that run at the same time change a metric; bytes and counts stay equal."""
         if metric is Metric.SCORE:
-            return not self._score_units or any(map(_TIMED.search, self._score_units))
+            return not self._score_units or any(map(_TIMED.search, map(str, self._score_units)))
         return metric is not Metric.MEMORY
 
     @property
@@ -711,11 +712,9 @@ def _in_floats(work: Work) -> Work:
 
 
 def _figure(name: str, value: object) -> float:
-    if not isinstance(value, str):
-        with suppress(TypeError, ValueError, OverflowError):  # it is no number
-            figure = float(value)  # type: ignore[arg-type]
-            if 0 <= figure < math.inf:
-                return figure
+    figure = as_float(value)
+    if figure is not None and 0 <= figure < math.inf:
+        return figure
     given = " ".join(reprlib.repr(value).split())  # an array's text has several lines
     raise UsageError(f"Work({name}={given}): give a finite number that is at least 0")
 

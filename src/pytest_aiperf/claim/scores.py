@@ -9,6 +9,7 @@ from pytest_aiperf.correctness.tensors import NamedTensor
 from pytest_aiperf.device.device import UNTRACED_BYTES
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
+from pytest_aiperf.rules.stats import as_float
 from pytest_aiperf.text import si
 
 from .bound_claim import bind
@@ -142,6 +143,11 @@ def score_of(returned: object) -> Score:
             'metric="score": an arm returns exactly one Score(value, unit, better) beside its '
             f"results, not {len(scores)}"
         )
-    if scores[0].better not in ("higher", "lower"):
-        raise UsageError(f"Score(better={scores[0].better!r}): use 'higher' or 'lower'")
-    return scores[0]
+    (score,) = scores
+    if score.better not in ("higher", "lower"):
+        raise UsageError(f"Score(better={score.better!r}): use 'higher' or 'lower'")
+    if not isinstance(score.unit, str):
+        raise UsageError(f"Score(unit={score.unit!r}): name the unit of the figure")
+    if as_float(score.value) is None:
+        raise UsageError(f"Score(value={score.value!r}): give a number")
+    return score

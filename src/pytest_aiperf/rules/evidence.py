@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, get_args
@@ -18,6 +17,8 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.text import no_attribute
+
+from .stats import as_float
 
 Bound = float | None
 Per = Literal["", "baseline", "work"]
@@ -172,9 +173,9 @@ def _bound(kind: EvidenceKind, side: str, bound: Bound) -> Bound:
     """Return a bound that a record can hold, which a number of numpy is not."""
     if bound is None or isinstance(bound, int):
         return bound
-    with suppress(TypeError, ValueError):  # it is no number
-        if math.isfinite(bound):
-            return float(bound)
+    figure = as_float(bound)
+    if figure is not None and math.isfinite(figure):
+        return figure
     raise UsageError(f"evidence.{kind.name.lower()}({side}={bound!r}): give a finite number")
 
 

@@ -13,6 +13,14 @@ _MAX_LOG = math.log(sys.float_info.max)
 """Largest logarithm of a float. The interval of two scores that are far apart is wider."""
 
 
+def as_float(value: object) -> float | None:
+    """Return a number as a float, which any record can hold; None for other values."""
+    try:
+        return None if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 @functools.cache
 def t_quantile(p: float, df: int) -> float:
     """Quantile of Student's t with ``df`` degrees of freedom."""
