@@ -413,10 +413,28 @@ def test_no_inputs(compare, nvcc):
         raise RuntimeError("no GPU here")
     (note,) = compare(**claim(nvcc, inputs)).notes
     assert note == "inputs() fails without a GPU, so no call is checked: no GPU here"
+
+@pytest.mark.sm90
+def test_silent_failure(compare, nvcc):
+    def inputs(bench):
+        raise NotImplementedError
+    (note,) = compare(**claim(nvcc, inputs)).notes
+    assert note == "inputs() fails without a GPU, so no call is checked: NotImplementedError"
+
+@pytest.mark.sm90
+def test_inputs_on_the_gpu(compare, nvcc):
+    def inputs(bench):
+        return torch.empty(8, device="cuda"), torch.rand(8, device="cuda"), 8
+    (note,) = compare(**claim(nvcc, inputs)).notes
+    assert "needs a GPU" in note
+
+@pytest.mark.sm90
+def test_no_return(compare, nvcc):
+    compare(**claim(nvcc, lambda bench: copies(bench) and None))
 """)
     done = project.run("-q")
     built = done.parseoutcomes()
-    assert (built["failed"], built["built"]) == (7, 2)
+    assert (built["failed"], built["built"]) == (8, 4)
     done.stdout.fnmatch_lines(
         [
             "*AttributeError: * has no attribute 'nbites'",
@@ -426,6 +444,7 @@ def test_no_inputs(compare, nvcc):
             "*AttributeError: 'Tensor' object has no attribute 'bytes'",
             "argument 2 'from' of copy() is float[*], got torch.float16",
             "copy() takes 3 arguments (the stream is added to them), not 2: int copy(*",
+            "inputs() returns None: return the arguments of one call of an arm",
         ]
     )
 

@@ -20,6 +20,8 @@ from pytest_aiperf.errors import (
     AiperfError,
     ClaimNotMet,
     InvalidMeasurement,
+    NeedsGpu,
+    UsageError,
     WrongResult,
     is_out_of_memory,
 )
@@ -30,7 +32,7 @@ from pytest_aiperf.model import Error, Expectation, Gpu, Metric, Outcome, Result
 from pytest_aiperf.rules import evidence, roofline, validity, verdict
 from pytest_aiperf.rules.stats import speedup
 
-from . import explanation
+from . import arm_errors, explanation
 from .bound_claim import BoundClaim, bind
 from .buffers import PREBUILT_SHARE, input_sets
 from .claim import Claim, Progress
@@ -108,8 +110,11 @@ def check_claim(
         bound = BoundClaim(claim, HostDevice(), 1, full=False)
         try:
             args = bound.make_inputs(bound.seed).args
-        except Exception as why:  # noqa: BLE001  whatever it is, there are no inputs here
-            first_line = str(why).strip().partition("\n")[0]
+        except Exception as why:
+            is_mistake = isinstance(why, UsageError) and not isinstance(why, NeedsGpu)
+            if is_mistake and not arm_errors.needs_gpu(why):
+                raise  # the same happens on a GPU
+            first_line = str(why).strip().partition("\n")[0] or type(why).__name__
             notes = (f"inputs() fails without a GPU, so no call is checked: {first_line}",)
         else:
             for arm in claim.arms:
