@@ -322,6 +322,39 @@ def test_rungs_with_another_cache_are_timed_apart_and_say_so():
     assert all("the metric, cache=, or the arguments" in r.notes[0] for r in results)
 
 
+def test_what_is_not_checked_of_a_rungs_results_is_noted_for_this_rung_alone():
+    def coarse(x):
+        spend(50e-6)
+        return x * np.float32(2 * (1 + 3e-6))
+
+    words = {
+        "inputs": lambda bench: (a_claim().inputs(bench)[0].astype(np.float32),),
+        "reference": lambda x: x.astype(float) * 2,
+    }
+    results, errors = outcomes(
+        a_claim(**words), a_claim(**words, optimized=coarse), a_claim(**words)
+    )
+    assert errors == [None] * 3
+    assert [len(r.unchecked) for r in results] == [0, 1, 0]
+    assert "small parts of result: optimized's error is 3e-06" in results[1].unchecked[0]
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm"])
+def test_an_array_that_is_passed_twice_is_noted_for_each_rung(cache):
+    arm = lambda us: lambda x, _: doubling(us)(x)
+    words = {
+        "baseline": arm(200),
+        "inputs": lambda bench: a_claim().inputs(bench) * 2,
+        "reference": lambda x, _: x + x,
+    }
+    results, errors = outcomes(
+        a_claim(**words, optimized=arm(100)), a_claim(**words, optimized=arm(50), cache=cache)
+    )
+    assert errors == [None] * 2
+    for result in results:
+        assert any(u.startswith("calls on different arrays: ") for u in result.unchecked)
+
+
 def test_rungs_are_timed_one_by_one_if_they_cannot_be_timed_together():
     def moody(calls=[]):  # noqa: B006  counts the calls of all claims
         def double(x):

@@ -117,7 +117,7 @@ class BoundClaim:
         could compute the results of all blocks beforehand."""
         self._other_seeds = self.random.getrandbits(64)
         """Mixed into the seeds that generators get after ``inputs``."""
-        self.unchecked: set[str] = set()  #: What agreement and verification could not compare.
+        self.unchecked: set[str] = set()  #: What could not be compared of its arms' results.
         self.side_effects = SideEffects(claim.arms, claim.inputs, claim.reference)
         self._settings = validity.flags()
         self._entropy = random.SystemRandom().getrandbits(64)
@@ -542,7 +542,7 @@ class BoundClaim:
 
         return self.device.time_in_thread(prepared)
 
-    def _shared_arrays(self, inputs: Inputs) -> Iterator[str]:
+    def _repeated_arrays(self, inputs: Inputs) -> Iterator[str]:
         """Describe arrays that are passed several times: an arm could do their work once."""
         paths: dict[tuple[Any, ...], list[str]] = {}
         for i in inputs.dynamic:
@@ -657,8 +657,8 @@ class BoundClaim:
         return argument_effects.contents_of(inputs.args, self.effects)
 
     def not_compared(self) -> Iterator[str]:
-        """Describe results and arguments that could not be compared."""
-        yield from sorted(self.unchecked)
+        """Describe what could not be compared and affects all arms that are timed together."""
+        yield from self.effects.repeated
         yield from self._easy_inputs()
         yield from self.side_effects.unchecked(self.effects.label, self.claim.metrics)
 
@@ -666,10 +666,10 @@ class BoundClaim:
         """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""
         inputs, second = self.make_inputs(self.seed), self.make_inputs(self.seed + 1).args
         first = inputs.args
-        self.unchecked.update(self._shared_arrays(inputs))
         pairs = zip(map(contents.read, first), map(contents.read, second), strict=True)
         drawn = tuple(i for i, (old, new) in enumerate(pairs) if old.objects != new.objects)
-        self.effects = replace(self.effects, drawn=drawn)
+        repeated = tuple(self._repeated_arrays(inputs))
+        self.effects = replace(self.effects, drawn=drawn, repeated=repeated)
         if path := tensors.hidden_values(first, "args"):
             raise UsageError(
                 f"inputs() gives {self.effects.label(path)} attributes beside its items or fields: "

@@ -14,7 +14,7 @@ from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.shortcuts import Shortcuts
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.errors import AiperfError, WrongResult
-from pytest_aiperf.model import Error, Metric, Prepared, Replicate, Round, Timing
+from pytest_aiperf.model import Error, Prepared, Replicate, Round, Timing
 
 from .bound_claim import BoundClaim, Share, worst
 from .search import Search
@@ -333,10 +333,12 @@ class Ladder:
             except WrongResult as why:
                 rung.error = rung.error or why
 
-    def not_compared(self, metric: Metric) -> Iterator[str]:
-        """Describe results and arguments that could not be compared, once for all metrics."""
-        bounds = [rung.bound for rung in self.rungs if rung.bound.claim.metrics[0] is metric]
-        yield from dict.fromkeys(text for bound in bounds for text in bound.not_compared())
+    def not_compared(self) -> Iterator[str]:
+        """Describe what could not be compared and affects all rungs.
+
+        What only affects a rung's own results is in ``rung.bound.unchecked``.
+        """
+        yield from dict.fromkeys(text for rung in self.rungs for text in rung.bound.not_compared())
 
     def _inputs_of(self, pending: _Pending) -> Inputs:
         inputs = self.bound.make_inputs(pending.seed)

@@ -360,12 +360,13 @@ def _time(trials: Sequence[_Trial], *, is_last: bool) -> None:
         return
     for trial, rung in zip(trials, ladder.rungs, strict=True):
         judged, *also = (ladder.timing_of(rung, timing) for timing in timings)
+        mine = (*unchecked, *sorted(rung.bound.unchecked))
         trial.error = rung.error
         trial.record = replace(
             _timed(trial, judged),
             also=tuple(also),
-            notes=(*trial.record.notes, *notes, *(f"not checked: {u}" for u in unchecked)),
-            unchecked=(*trial.record.unchecked, *unchecked),
+            notes=(*trial.record.notes, *notes, *(f"not checked: {u}" for u in mine)),
+            unchecked=(*trial.record.unchecked, *mine),
         )
 
 
@@ -401,8 +402,9 @@ def _measure(
 ) -> tuple[list[Timing], list[str], list[str]]:
     """Time every metric and verify the timed outputs.
 
-    Return the timings, notes, and what could not be checked. ``inspect`` is called with the judged
-    timing and the last metric, once all are measured, and still under the lock of that metric.
+    Return the timings, notes, and what could not be checked of all rungs together. ``inspect`` is
+    called with the judged timing and the last metric, once all are measured, and still under the
+    lock of that metric.
     """
     timings: list[Timing] = []
     notes: list[str] = []
@@ -439,7 +441,7 @@ def _measure(
         unchecked.extend(measurement.sampler.unchecked())
     context.progress("verifying")
     context.share(ladder.verify)
-    unchecked += (text for metric in metrics for text in ladder.not_compared(metric))
+    unchecked += ladder.not_compared()
     return timings, notes, unchecked
 
 

@@ -66,6 +66,8 @@ class ArgumentEffects:
     """Positions of arguments in which the baseline changes attributes of objects."""
     drawn: tuple[int, ...] = ()
     """Positions of arguments in which attributes of objects differ between seeds."""
+    repeated: tuple[str, ...] = field(default=(), compare=False)
+    """Descriptions of arrays that are passed several times: an arm could do their work once."""
     cleared: tuple[str, ...] = ()
     """Paths in ``write_only`` that the baseline clears by arithmetic, as in ``out *= 0``."""
     overwritten: tuple[str, ...] = ()
