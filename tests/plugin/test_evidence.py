@@ -365,6 +365,27 @@ def test_wrong_arguments_are_refused(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("piece", "sentence"),
+    [
+        (
+            evidence.overlap(min=1.5),
+            "has 1.49999 overlap of all work; the claim states at least 1.5",
+        ),
+        (
+            evidence.peak_memory(max=1234, per="baseline"),
+            "has 1,234.4 times the baseline's bytes of peak memory; the claim states at most 1,234",
+        ),
+    ],
+)
+def test_a_figure_and_the_bound_that_it_misses_are_never_shown_as_one_number(piece, sentence):
+    figures = {"optimized": {"peak memory": 1234.4}, "baseline": {"peak memory": 1.0}}
+    traces = {"optimized": Trace(1, 1, 0, 1.0, 1.0, total=1.49999)}
+    assert broken(hold([piece], Facts(traces=traces, figures=figures))) == (
+        f"the optimized arm {sentence}"
+    )
+
+
 def test_bounds_may_be_numbers_of_numpy():
     piece = evidence.launches(min=np.float32(0.5), max=np.int64(3))
     assert json.loads(json.dumps(to_json(piece)))["max"] == 3

@@ -132,6 +132,8 @@ def test_required_share():
     assert judge(Interval(2, 2, 2), 0.0, expectation, share=0.9).holds
     assert not judge(Interval(2, 2, 2), 0.0, expectation, share=0.8).holds
     assert "not known" in judge(Interval(2, 2, 2), 0.0, expectation).why
+    nearly = judge(Interval(2, 2, 2), 0.0, expectation, share=0.8499).why
+    assert nearly.startswith("share of the limit 84.99% is below the 85.00% that expectations.yaml")
 
 
 def test_a_claim_that_is_faster_fails_below_the_recorded_interval():

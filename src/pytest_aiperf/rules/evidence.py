@@ -459,20 +459,27 @@ def _sentence(finding: Finding) -> str:
     piece, value = finding.evidence, finding.value
     assert value is not None
     noun = _KINDS[piece.kind].noun.format(of=piece.of or "all work")
-    figure = f"{_number(value)} {noun}"
-    bounds = (("at least", piece.min), ("at most", piece.max))
-    stated = " and ".join(f"{side} {_number(bound)}" for side, bound in bounds if bound is not None)
+    named = (("at least", piece.min), ("at most", piece.max))
+    bounds = {side: bound for side, bound in named if bound is not None}
+    # as many digits as the figure and its bounds need to differ
+    enough = (
+        n for n in (4, 8) if _number(value, n) not in {_number(b, n) for b in bounds.values()}
+    )
+    digits = next(enough, 17)
+    shown = _number(value, digits)
+    figure = f"{shown} {noun}"
+    stated = " and ".join(f"{side} {_number(bound, digits)}" for side, bound in bounds.items())
     if piece.per == "work":
         figure += " per byte of work"
     elif piece.per == "baseline" and finding.where.startswith(NO_BASELINE):
         stated += " times the baseline's"
     elif piece.per == "baseline":
-        figure = f"{_number(value)} times the baseline's {noun}"
+        figure = f"{shown} times the baseline's {noun}"
     return f"{finding.where} has {figure}; the claim states {stated}"
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+def _number(value: float, digits: int) -> str:
+    return f"{value:,.0f}" if value >= 1000 and digits == 4 else f"{value:,.{digits}g}"
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for an attribute

@@ -185,7 +185,7 @@ def _unmet(
         text = f"{_FILE} requires {require.share:.0%} of the limit, but the share is not known"
         yield text, False
     elif require.share is not None and share is not None and share < require.share:
-        text = (
-            f"share of the limit {share:.0%} is below the {require.share:.0%} that {_FILE} requires"
-        )
-        yield text, False
+        # as many digits as the two need to differ
+        texts = ((f"{share:.{n}%}", f"{require.share:.{n}%}") for n in range(17))
+        is_, required_ = next(both for both in texts if both[0] != both[1])
+        yield f"share of the limit {is_} is below the {required_} that {_FILE} requires", False
