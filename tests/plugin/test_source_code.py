@@ -319,7 +319,8 @@ def test_a_form_feed_is_no_end_of_a_line(tmp_path):
     spec.loader.exec_module(module)
     sources = provenance.locate({"optimized": module.base}, tmp_path)
     shown = source_code.arms(result(sources=sources), tmp_path)["optimized"]
-    assert [(line.number, line.text) for line in shown] == [(5, "def base(x):"), (6, "    return x")]
+    lines = [(line.number, line.text) for line in shown]
+    assert lines == [(5, "def base(x):"), (6, "    return x")]
 
 
 def test_lines_that_moved_are_found(root, module):
