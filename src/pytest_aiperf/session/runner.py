@@ -255,12 +255,11 @@ class Runner:
         The second measurement counts for all rungs if it has no other failures; otherwise only for
         the rungs that had failed.
         """
-        first = self._attempt(rungs, 1)
+        first = self._attempt(rungs, 1, ())
         failed = [measured.needs_another for measured in first]
         if self.settings.quick or not any(failed):
             return first
-        with self._memory_for(first):
-            second = self._attempt(rungs, 2)
+        second = self._attempt(rungs, 2, first)
         worse = any(
             m.needs_another and not before for m, before in zip(second, failed, strict=True)
         )
@@ -273,9 +272,12 @@ class Runner:
         rows = zip(first, second, failed, strict=True)
         return [b if before or not worse else a for a, b, before in rows]
 
-    def _attempt(self, rungs: Sequence[pytest.Item], attempt: int) -> list[Measured]:
+    def _attempt(
+        self, rungs: Sequence[pytest.Item], attempt: int, before: Sequence[Measured]
+    ) -> list[Measured]:
         """Measure a ladder in one process; measure rungs lost with it in a process each."""
         self.session.attempt = attempt
+        self.session.needs_all_memory = any(measured.lacked_memory for measured in before)
         together, reason = self._run_apart(rungs)
         measured = []
         for rung in rungs:
@@ -296,12 +298,10 @@ class Runner:
         measured = Measured([])
         for attempt in (1,) if here or self.settings.quick else (1, 2):
             self.session.attempt, why = attempt, measured.why_another
-            with self._memory_for([measured]):
-                measured = (
-                    self._run_here(item, nextitem)
-                    if here
-                    else self._run_apart([item])[0][item.nodeid]
-                )
+            self.session.needs_all_memory = measured.lacked_memory
+            measured = (
+                self._run_here(item, nextitem) if here else self._run_apart([item])[0][item.nodeid]
+            )
             if requirements.is_claim(item):
                 self._conclude(item, measured)
             if not measured.needs_another:
@@ -309,13 +309,6 @@ class Runner:
         if attempt > 1:
             measured.note(f"second attempt; the first: {why}")
         return measured
-
-    @contextmanager
-    def _memory_for(self, before: Sequence[Measured]) -> Iterator[None]:
-        """Let an attempt reserve all memory of its GPUs if an attempt ``before`` ran out of it."""
-        self.session.needs_all_memory = any(measured.lacked_memory for measured in before)
-        yield
-        self.session.needs_all_memory = False
 
     def _run_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> Measured:
         """Run an item in this process, because it is skipped or a debugger is used."""
