@@ -324,6 +324,12 @@ def test_a_failing_nvidia_smi_is_one_line(monkeypatch):
     assert "clocks 0" not in names
 
 
+def test_what_a_library_prints_does_not_hide_the_report_of_torch(monkeypatch):
+    machine = doctor.Host()
+    monkeypatch.setattr(machine, "run", lambda *_: 'hello\n{"right": true}\ngood bye\n')
+    assert machine.torch() == {"right": True}
+
+
 @pytest.mark.parametrize("name", ["file", "file/cache"])
 def test_a_cache_whose_place_a_file_has_is_broken(name, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
@@ -338,6 +344,7 @@ def test_the_real_machine_answers(tmp_path, monkeypatch):
     assert machine.run("this-is-no-program") is None
     assert machine.run("true") == ""
     assert machine.run("false") is None
+    assert machine.run("printf", r"a\377") == "a\ufffd"
     assert machine.read(str(tmp_path / "no")) == ""
     assert machine.version("pytest")
     assert machine.version("no-such-package") == ""

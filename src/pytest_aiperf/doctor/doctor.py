@@ -124,7 +124,13 @@ class Host:
         """Run a command and return its output; None if it is missing, fails or hangs."""
         try:
             return subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+                command,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=DEADLINE_S,
+                check=True,
             ).stdout
         except (OSError, subprocess.SubprocessError):
             return None
@@ -132,7 +138,8 @@ class Host:
     def torch(self) -> dict[str, Any] | None:
         """Test torch in a separate process and return its report; None if torch does not work."""
         lines = (self.run(sys.executable, "-c", _TORCH) or "").splitlines()
-        return json.loads(lines[-1]) if lines else None
+        reports = [line for line in lines if line.startswith("{")]  # libraries may print as well
+        return json.loads(reports[-1]) if reports else None
 
     def all_reduce(self, ranks: int, backend: str = "nccl") -> str:
         """Return why a sum over one process per GPU fails; "" if it is right."""
