@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -620,6 +621,19 @@ def test_a_check_may_return_a_flag_or_reasons_or_both(found, good):
 def test_arms_of_a_model_record_no_gradients():
     call = forms.without_gradients(torch.nn.Linear(4, 4))
     assert not call(torch.randn(2, 4)).requires_grad
+
+
+def test_a_process_that_cannot_be_started_costs_its_pair_only(monkeypatch):
+    def judge(_problem, solution, *_):
+        if solution.name == "s0.py":
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return judging.Judgement("p.py", str(solution), "SAME")
+
+    monkeypatch.setattr(judging, "judge", judge)
+    pairs = [(Path("p.py"), Path(f"s{n}.py")) for n in range(2)]
+    found = judging.judge_all(pairs, judging.Options(device="cpu"), 1, lambda _: None)
+    assert [each.status for each in found] == ["INVALID", "SAME"]
+    assert found[0].message.endswith("Resource temporarily unavailable: judge it again")
 
 
 def test_a_killed_process_of_the_command_costs_its_pair_only(monkeypatch):

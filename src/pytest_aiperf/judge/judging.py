@@ -327,6 +327,8 @@ def _judge_pair(job: _Job, options: Options, figures: Path) -> tuple[int, Judgem
         return index, judge(problem, solution, options, figures, gpu)
     except AiperfError as error:
         return index, Judgement(str(problem), str(solution), UNUSABLE, str(error))
+    except OSError as error:  # such as no memory for one more process: the other pairs count
+        return index, Judgement(str(problem), str(solution), INVALID, f"{error}: judge it again")
 
 
 class _Judging:
