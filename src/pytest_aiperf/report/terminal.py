@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -217,9 +216,8 @@ def _wrap(text: str, width: int) -> list[str]:
 def totals(results: Sequence[Result]) -> str:
     """Summarize results in one line; claims that did not run are counted but not averaged."""
     summary = aggregate.summarize(results)
-    ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
-    kinds = (re.sub(", (.*)", r" (\1)", verdict(each)) for each in ended)
-    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(kinds).most_common())
+    kinds = {re.sub(", (.*)", r" (\1)", kind): n for kind, n in summary.by_verdict.items()}
+    counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     failed = f", {summary.failed} failed" if summary.failed else ""
     number = f"{summary.claims} claim{'' if summary.claims == 1 else 's'}{failed}"
     parts = [f"{number}{counts and ': '}{counts}"]
