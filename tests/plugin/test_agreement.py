@@ -492,6 +492,32 @@ def test_results_must_be_finite(bad):
         )
 
 
+@pytest.mark.parametrize("kind", [">f4", ">f8", ">i4", ">c16"])
+def test_arrays_with_swapped_bytes_are_compared(kind):
+    def make():
+        numbers = np.random.default_rng(1).integers(1, 1000, 64)
+        return numbers.astype(kind), np.empty(64, kind)
+
+    def double(a, out):
+        np.multiply(a, 2, out=out)
+        return a * a
+
+    def reference(a, out):
+        exact = a.astype({"i": "i8", "f": "f8", "c": "c16"}[kind[1]])
+        return exact * exact, 2 * exact
+
+    effects = infer_effects(double, make)
+    assert effects.mutated == effects.write_only == ("args[1]",)
+    assert judge(double, double, make=make, reference=reference)
+
+    def wrong_sum(a, out):
+        np.multiply(a, 3, out=out)
+        return a * a
+
+    with wrong("optimized disagrees with the reference: "):
+        judge(wrong_sum, double, make=make, reference=reference)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_result_whose_squares_overflow_is_refused_without_a_warning():
     huge = np.full(9, 1e200)

@@ -624,7 +624,7 @@ class BoundClaim:
         outputs = tensors.walk(returned, "reference", is_result=True)
         return [
             replace(d, error=min(d.error, MAX_ROUNDING), rms=min(d.rms, MAX_ROUNDING))
-            if d.dtype.endswith("float64")
+            if d.dtype.startswith("float64")
             else replace(d, error=0.0, rms=0.0)
             for d in accuracy.compare(outputs, expected, located=False)
         ]

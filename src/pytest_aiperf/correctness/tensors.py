@@ -345,7 +345,9 @@ def dtype(array: Any) -> str:
 
 @functools.cache  # numpy puts a dtype's name together anew each time
 def _dtype_name(kind: Any) -> str:
-    return str(kind).removeprefix("torch.")
+    if getattr(kind, "isnative", True):
+        return str(kind).removeprefix("torch.")
+    return f"{kind.name} (byte-swapped)"  # numpy writes ">f8"
 
 
 def is_exact(array: Any) -> bool:
