@@ -518,6 +518,25 @@ def test_arrays_with_swapped_bytes_are_compared(kind):
         judge(wrong_sum, double, make=make, reference=reference)
 
 
+def test_packed_numbers_of_four_bits_are_compared_as_bytes():
+    def make():
+        torch.manual_seed(1)
+        return torch.randint(256, (64,), dtype=torch.uint8).view(torch.float4_e2m1fn_x2), 1
+
+    flip = lambda a, out: (a.view(torch.uint8) ^ 0x88).view(a.dtype)
+    reference = lambda a, out: a.view(torch.uint8) ^ 0x88
+    assert judge(flip, flip, make=make, reference=reference)
+    with wrong("optimized disagrees with the reference: result["):
+        judge(lambda a, out: flip(flip(a, out), out), flip, make=make, reference=reference)
+
+    def flip_in_place(a, out):
+        a.view(torch.uint8).bitwise_xor_(0x88)
+        return flip(a, out)
+
+    with wrong("optimized changed argument 'a', which the baseline left unchanged", UsageError):
+        judge(flip_in_place, flip, make=make, reference=reference)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_result_whose_squares_overflow_is_refused_without_a_warning():
     huge = np.full(9, 1e200)

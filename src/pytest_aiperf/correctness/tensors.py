@@ -275,7 +275,8 @@ class ArrayBackend:
     """Whether a value is a dense array of numbers. Arrays of subclasses are excluded: they could
     compute their elements when they are read."""
     as_real_view: Callable[[Any], Any]
-    """View an array without its gradient, and complex numbers as pairs of real numbers."""
+    """View an array without its gradient, complex numbers as pairs of real numbers, and packed
+    numbers of 4 bits as bytes."""
     copy: Callable[[Any], Any]  #: Copy an array.
     cast: Callable[[Any, str, Any], Any]  #: Convert to a dtype, on the device of the last argument.
     address_and_strides: Callable[[Any], tuple[int, tuple[int, ...]]]  #: Strides are in bytes.
@@ -289,8 +290,12 @@ def _torch(torch: Any) -> ArrayBackend:
 
     # .data has none of the attributes of its tensor: an arm could have overridden a method there
 
+    packed = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers per byte; no operator takes it
+
     def as_real_view(array: Any) -> Any:
         array = array.data.resolve_conj().resolve_neg()
+        if array.dtype is packed:
+            return array.view(torch.uint8)
         return torch.view_as_real(array) if array.is_complex() else array
 
     return ArrayBackend(
