@@ -13,7 +13,7 @@ import pytest
 
 from pytest_aiperf.build import nvcc, sass
 from pytest_aiperf.errors import BuildError, UsageError
-from pytest_aiperf.model import EvidenceKind, KernelRecord, Metric, Result, Trace, Work
+from pytest_aiperf.model import EvidenceKind, KernelRecord, Result, Trace, Work
 from pytest_aiperf.rules import evidence
 from pytest_aiperf.rules.evidence import (
     Compiled,
@@ -21,7 +21,6 @@ from pytest_aiperf.rules.evidence import (
     broken,
     hold,
     not_looked_at,
-    proves_nothing,
 )
 from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result
@@ -288,26 +287,6 @@ def test_a_counter_of_one_kernel_needs_a_call_that_runs_no_other():
     (finding,) = hold([piece], replace(FACTS, traces={"optimized": ran("copy<1>", "memset")}))
     assert (finding.value, finding.held) == (None, None)
     assert "other kernels than copy" in finding.where
-
-
-def test_evidence_that_holds_on_the_baseline_too_proves_nothing():
-    condition, proof, unseen = (
-        hold([piece], FACTS)[0]
-        for piece in (
-            evidence.peak_memory(max=100),
-            evidence.launches(max=1),
-            evidence.kernels(max=1),
-        )
-    )
-    unknown = replace(proof, baseline_value=None, baseline_held=None)
-    failed = replace(proof, held=False)
-    assert proves_nothing([condition, proof, unseen]) == ""
-    assert "holds on the baseline as well" in proves_nothing([condition, unseen])
-    assert "not all was looked at" in proves_nothing([condition, unknown])
-    assert proves_nothing([failed])
-    assert proves_nothing([]) == "the claim states no evidence of why it is faster"
-    assert proves_nothing([], Metric.WALL)
-    assert proves_nothing([], Metric.MEMORY) == proves_nothing([condition], Metric.SCORE) == ""
 
 
 def test_a_count_that_is_a_lower_bound_can_fail_evidence_but_gives_no_ratio():

@@ -12,7 +12,6 @@ from pytest_aiperf.model import (
     EvidenceKind,
     Finding,
     KernelRecord,
-    Metric,
     Trace,
     Work,
 )
@@ -252,8 +251,6 @@ ON_HOST: Final = (
 """Kinds of evidence that a claim on the host can have."""
 NO_BASELINE: Final = "the baseline has 0, and "
 """Begins the ``where`` of a finding without a ratio, because the baseline's figure is 0."""
-_ALONE_PROOF: Final = (Metric.MEMORY, Metric.SCORE)
-"""Metrics whose ratio needs no further evidence: the figure that is compared is the mechanism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,21 +313,6 @@ def not_looked_at(findings: Sequence[Finding]) -> str:
         + (f" ({f.where})" if f.where else "")
         for f in nulls
     )
-
-
-def proves_nothing(findings: Sequence[Finding], metric: Metric = Metric.DEVICE) -> str:
-    """Describe in one sentence why evidence does not tell the arms apart; "" if it does.
-
-    Evidence tells the arms apart if one piece holds for the optimized arm and fails for the
-    baseline. A claim about memory or a score needs no evidence: its ratio is the proof.
-    """
-    if metric in _ALONE_PROOF or any(f.held and f.baseline_held is False for f in findings):
-        return ""
-    if not findings:
-        return "the claim states no evidence of why it is faster"
-    if any(f.held and f.baseline_held is None for f in findings):
-        return "no evidence was found to fail on the baseline, and not all was looked at there"
-    return "all evidence that was looked at holds on the baseline as well"
 
 
 def _check_code(piece: Evidence, facts: Facts) -> Finding:
