@@ -41,7 +41,7 @@ def get_if_present(path: str) -> Any:
     try:
         return api(path)
     except ApiError as error:
-        if "404" in str(error):
+        if "HTTP 404" in str(error):
             return None
         raise
 

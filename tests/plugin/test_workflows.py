@@ -397,7 +397,7 @@ replies = {{
     "repos/o/r/issues?state=all&labels=red-night&per_page=100": {issues!r},
 }}
 if method == "GET" and path not in replies:
-    sys.exit("gh: Not Found (HTTP 404)")
+    sys.exit("gh: Not Found (HTTP 404)" if "broken" not in path else "gh: Bad Gateway (HTTP 502)")
 print(json.dumps(replies.get(path, {{}})))
 """
 
@@ -434,6 +434,12 @@ def test_commit_creates_a_branch(github):
     _, requests = github("new", "A night", "published", "history")
     assert requests[0] == ["POST", "repos/o/r/git/refs", {"ref": "refs/heads/new", "sha": "m"}]
     assert "sha" not in requests[1][2]
+
+
+def test_commit_takes_no_other_error_for_a_branch_that_is_missing(github):
+    process, requests = github("broken-404", "A night", "published", "history")
+    assert "HTTP 502" in process.stderr
+    assert requests == []
 
 
 def test_commit_opens_a_pull_request(github):
