@@ -684,7 +684,7 @@ GUARDS = {
         {(own_memory, "give"): lambda args: args}, caught("an_answer_in_the_storage_of_a_tensor")
     ),
     "no array is passed twice": Guard(
-        {(BoundClaim, "_shared_arrays"): always(())}, marked("one_array_eight_times")
+        {(BoundClaim, "_repeated_arrays"): always(())}, marked("one_array_eight_times")
     ),
     "blocks after another arm are compared": Guard(
         {(plausibility.PlausibilityChecks, "_find_slowed_by_others"): nothing},
