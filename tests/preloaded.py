@@ -10,10 +10,6 @@ from typing import Final
 import pytest
 import scipy.special  # noqa: F401  a run imports it with its first verdict
 
-# libraries read these when they are loaded; tests expect a thread per core
-for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ.pop(_name, None)
-
 _first = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 PATH: Final = [entry for entry in sys.path if entry and entry not in _first]
 """Where Python looks for modules after PYTHONPATH."""

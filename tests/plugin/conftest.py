@@ -80,8 +80,9 @@ class Project:
         monkeypatch.setenv("COLUMNS", "140")  # transcripts must not depend on the terminal
         # the outer pytest run sets these; the inner one must not inherit them
         outer = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
-        # with these, pytest's summary repeats whole messages, and Python buffers no output
+        # tests expect a thread per core, as the libraries choose by default
         threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        # with these, pytest's summary repeats whole messages, and Python buffers no output
         for name in (*outer, "CI", "BUILD_NUMBER", "PYTHONUNBUFFERED", *threads):
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)

@@ -36,8 +36,8 @@ class GpuLock:
     ``on_wait`` is called with a sentence when the lock has to wait for another process, and
     ``on_acquired`` when this wait is over. ``on_alone`` is called with what an exclusive scope has
     for itself, "GPU" or "host" (with the GPUs), and with "" when it ends. While the host is shared,
-    BLAS and OpenMP use at most ``threads`` threads, and with GPUs OpenMP a single one: if each of
-    several claims started one thread per core, their threads would wait for one another. A
+    BLAS and OpenMP use at most ``threads`` threads; for a claim on GPUs, OpenMP uses one. If each
+    of several claims started one thread per core, their threads would wait for one another. A
     shared lock cannot be upgraded: release it before you take an exclusive one; others may hold the
     lock in between. ``pausable`` is for the process of a claim, which leads its session and may be
     stopped while it prepares; one that a user started, such as a notebook, may not.
@@ -210,11 +210,11 @@ class GpuLock:
 
 @contextmanager
 def _serial_openmp() -> Iterator[None]:
-    """Run OpenMP's parallel regions that this thread enters with one thread, until this ends.
+    """Give one thread to each parallel region that this thread enters, until the context ends.
 
-    Its waiting threads spin for milliseconds before they sleep, so the threads of many claims keep
-    the cores busy without any work done. The number of threads that OpenMP reports stays, because
-    torch.compile compiles a function again when that has changed.
+    A thread of OpenMP that waits for others spins for milliseconds before it sleeps. With the
+    threads of many claims, the cores are then busy while hardly any work is done. The number of
+    threads that OpenMP reports stays the same: if it changed, torch.compile would compile again.
     """
     controllers = ThreadpoolController().select(user_api="openmp").lib_controllers
     libraries = [controller.dynlib for controller in controllers]

@@ -33,8 +33,8 @@ REFERENCE_SETS: Final = 4
 """Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
 take twice the bytes of fp32 inputs."""
 PATIENCE_S: Final = 240.0
-"""A claim that needs all memory and has waited for it this long gets the next turn, ahead of later
-claims; one that needs less, after as much less. For a large claim the GPU has to empty."""
+"""A claim that has waited this long for all memory gets the next turn, ahead of later claims. One
+that needs a tenth of the memory waits a tenth as long. For a large claim, many others must end."""
 POLL_S: Final = 0.2  #: Polling interval of a process that waits for memory to become free.
 
 
