@@ -7,8 +7,8 @@ order (L2 swizzle): those that run at the same time share more rows and columns,
 third less is read from device memory. "autotuned" times five schedules in this order at its first
 call, outside the timed region, and keeps the fastest, because the best schedule differs between
 GPUs. "larger" reaches 0.85 of the speed of cuBLAS, the library arm, and "autotuned" 0.97 on an H200
-and 0.96 on an H100. The order alone gains 1 to 6 % on an H200 and 5 % on an H100; what "larger" waits
-for was not measured.
+and 0.96 on an H100. The order alone gains 1 to 6 % on an H200 and 5 % on an H100; what "larger"
+waits for was not measured.
 
 Both "grouped" and "autotuned" are judged against "larger". So in "autotuned" two things change
 together: the order and the schedule. "grouped" is itself one of the five schedules, and tuning may
