@@ -287,8 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.endpoint and not options.endpoint.startswith(("http://", "https://")):
         parser.error("--endpoint must start with http:// or https://")
 
+    history: list[Judged] = []
+
     def progress(judged: Judged) -> None:
         print(f"{judged.name}: {judged.summary}", flush=True)  # noqa: T201  a command's output
+        history.append(judged)
+        if options.out:  # each time, because an endpoint may fail and a search may be stopped
+            options.out.write_text(fastest(history, task.START).source, encoding="utf-8")
 
     generations: Generations = task.generations
     judge_all: Callable[[list[Candidate]], list[Judged]] = partial(
@@ -303,10 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device=options.device,
             timeout_s=options.seconds,
         )
-    best = fastest(search(generations, options.budget, judge_all, progress), task.START)
-    progress(best)
-    if options.out:
-        options.out.write_text(best.source)
+    progress(fastest(search(generations, options.budget, judge_all, progress), task.START))
 
 
 if __name__ == "__main__":

@@ -111,6 +111,19 @@ def test_a_search_that_finds_nothing_faster_keeps_the_start():
     assert fastest(history, task.START).name == "start"
 
 
+def test_a_search_that_an_error_ends_has_written_the_fastest_so_far(tmp_path, monkeypatch):
+    def generations(_history):
+        yield [("slow", CANDIDATES["slow"])]
+        yield [("fast", CANDIDATES["fast"])]
+        raise TimeoutError("the endpoint does not answer")
+
+    task = SimpleNamespace(**vars(DOUBLE), PROMPT="", generations=generations)
+    monkeypatch.setattr(kernel_search, "find_task", lambda _: task)
+    with pytest.raises(TimeoutError):
+        kernel_search.main(["task", "--device", "cuda", "--out", str(tmp_path / "fastest.py")])
+    assert (tmp_path / "fastest.py").read_text() == CANDIDATES["fast"]
+
+
 def test_candidates_in_a_subprocess(tmp_path, monkeypatch):
     start = ("start", TASKS["absmax"].START)
     words = {"task_name": "kernels.ch20.row_tasks:absmax", "device": "cpu"}
