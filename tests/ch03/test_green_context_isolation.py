@@ -7,10 +7,10 @@ launches. Its stream has a higher priority, so its blocks are the next to start
 priority does not help. Green contexts divide the SMs of a GPU within a process ("SM partition"):
 requests get eight of them, the background job all others, and a request finds its SMs free. On an
 H100 it takes 0.09 ms instead of 0.40, most of which it waits for a background kernel, and on H200s
-0.05 to 0.07 instead of 0.38. A fifth was the aim. H200s reach it; the H100 does not, because a
-request takes 0.09 ms there even on SMs of its own. The ratio is that of this load: a background
-kernel takes 0.47 ms, and a request arrives just after its start, when most of it is left to wait
-for. With longer kernels the gain grows, and with shorter ones it ends.
+0.05 to 0.09 instead of 0.38, depending on the host. A fifth was the aim. Most H200s reach it; the
+H100 does not, because a request takes 0.09 ms there even on SMs of its own. The ratio is that of
+this load: a background kernel takes 0.47 ms, and a request arrives just after its start, when most
+of it is left to wait for. With longer kernels the gain grows, and with shorter ones it ends.
 
 The score is the 95th percentile of the latencies of 24 requests, from the first launch until the
 host knows the result. What the isolation costs is judged as well: the background job does without

@@ -110,7 +110,7 @@ def test_the_noise_floor_counts_in_what_an_interval_reaches(floor, undecided):
     assert ("but the session's noise reaches it" in judgement.why) == undecided
 
 
-@pytest.mark.parametrize("more", [{"share": 0.8}, {}])
+@pytest.mark.parametrize("more", [{"share": Interval(0.7, 0.8, 0.85)}, {}])
 def test_a_claim_that_misses_anything_else_is_not_undecided(more):
     expectation = Expectation(Require(speedup=1.5, share=0.9))
     judgement = judge(Interval(1.4, 1.5, 1.6), 0.0, expectation, **more)
@@ -129,11 +129,24 @@ def test_required_library_ratio():
 
 def test_required_share():
     expectation = Expectation(Require(share=0.85))
-    assert judge(Interval(2, 2, 2), 0.0, expectation, share=0.9).holds
-    assert not judge(Interval(2, 2, 2), 0.0, expectation, share=0.8).holds
-    assert "not known" in judge(Interval(2, 2, 2), 0.0, expectation).why
-    nearly = judge(Interval(2, 2, 2), 0.0, expectation, share=0.8499).why
-    assert nearly.startswith("share of the limit 84.99% is below the 85.00% that expectations.yaml")
+    ratio = Interval(2, 2, 2)
+    assert judge(ratio, 0.0, expectation, share=Interval(0.86, 0.9, 0.94)).holds
+    lost = judge(ratio, 0.0, expectation, share=Interval(0.78, 0.8, 0.82))
+    assert lost.why == (
+        "share of the limit 80% [78%, 82%]: its lower end is below the 85% that expectations.yaml "
+        "requires"
+    )
+    assert "not known" in judge(ratio, 0.0, expectation).why
+
+
+def test_a_share_whose_interval_reaches_the_requirement_is_undecided():
+    expectation = Expectation(Require(share=0.85))
+    undecided = judge(Interval(2, 2, 2), 0.0, expectation, share=Interval(0.8499, 0.87, 0.89))
+    assert not undecided.holds
+    assert undecided.is_undecided
+    assert undecided.why.startswith(
+        "undecided: share of the limit 87.00% [84.99%, 89.00%]: its lower end is below the 85.00% "
+    )
 
 
 def test_a_claim_that_is_faster_fails_below_the_recorded_interval():

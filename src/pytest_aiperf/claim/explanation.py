@@ -31,7 +31,7 @@ from pytest_aiperf.model import (
     Result,
     Trace,
 )
-from pytest_aiperf.rules import evidence, roofline, stats, validity
+from pytest_aiperf.rules import evidence, roofline, validity
 from pytest_aiperf.rules.evidence import STATIC, TRACED, Compiled, Facts
 
 from . import triton_launches
@@ -228,14 +228,8 @@ def explain(
         if arm.invalid is not None:
             raise arm.invalid
     claim, device, work = bound.claim, bound.device, record.work
-    timing = roofline.in_seconds(record)
-    seconds = {a: stats.mean_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
-    limits = {
-        arm: limit
-        for arm, call_s in seconds.items()
-        if work and timing and device.gpu
-        if (limit := roofline.limit_of(call_s, work, timing.cache, ceilings, device.gpu.l2_bytes))
-    }
+    seconds = roofline.call_seconds(record, claim.arms)
+    limits = roofline.limits_of(record, seconds, ceilings)
     further = _further_figures(bound, lock)
     figures = {a: {**inspected[a].figures, **further[a].figures} for a in claim.arms}
     traces = {name: arm.trace for name, arm in inspected.items() if arm.trace}

@@ -45,6 +45,8 @@ from .torch_compile import uncompiled
 
 T = TypeVar("T")
 
+_TIMES = (Metric.DEVICE, Metric.WALL)  #: Metrics in seconds per call.
+
 QUIET_FLOOR = 0.1
 """If the first measurement of the noise floor exceeds this, it is repeated, so that one stalled
 block does not raise the floor for all claims of the session."""
@@ -372,7 +374,7 @@ def _time(trials: Sequence[_Trial], *, is_last: bool) -> None:
 
 def _timed(trial: _Trial, judged: Timing) -> Result:
     """Return a claim's record with the timing of its judged metric and the ratios."""
-    is_time = judged.metric in (Metric.DEVICE, Metric.WALL)
+    is_time = judged.metric in _TIMES
     return replace(
         trial.record,
         timing=judged,
@@ -383,13 +385,23 @@ def _timed(trial: _Trial, judged: Timing) -> Result:
     )
 
 
-def _is_undecided(trials: Sequence[_Trial], ladder: Ladder, judged: Timing) -> bool:
-    """Whether a timing leaves it open that a requirement of one of the claims is met."""
+def _is_undecided(
+    trials: Sequence[_Trial], ladder: Ladder, earlier: Sequence[Timing], timing: Timing
+) -> bool:
+    """Whether the last timing leaves it open that a requirement of one of the claims is met.
+
+    The first timing is judged by the speedup. ``earlier`` are those before the last.
+    """
     for trial, rung in zip(trials, ladder.rungs, strict=True):
+        judged, *also = (ladder.timing_of(rung, t) for t in (*earlier, timing))
+        record = replace(_timed(trial, judged), also=tuple(also))
+        seconds = roofline.call_seconds(record, ["optimized"])
+        limits = roofline.limits_of(record, seconds, trial.context.ceilings)
         expectation = trial.context.expectation
-        require = replace(expectation.require, share=None)  # the limits are not known yet
-        record = _timed(trial, ladder.timing_of(rung, judged))
-        judgement = _judgement(record, replace(expectation, require=require))
+        if not limits:  # the share is that of a metric that follows
+            require = replace(expectation.require, share=None)
+            expectation = replace(expectation, require=require)
+        judgement = _judgement(replace(record, limits=limits), expectation)
         if judgement.is_undecided and rung.error is None:
             return True
     return False
@@ -410,10 +422,13 @@ def _measure(
     notes: list[str] = []
     unchecked: list[str] = []
     metrics, context = ladder.bound.claim.metrics, trials[0].context
-    is_undecided = partial(_is_undecided, trials, ladder)
+    with_share = any(t.context.expectation.require.share is not None for t in trials)
     for metric in metrics:
-        # only the first metric is judged, so a quick measurement suffices for the others
-        rule = QUICK if timings else context.rule
+        # the first metric is judged, and so is the first in seconds if a share of the limit is
+        # required; a quick measurement suffices for the others
+        is_share = with_share and metric in _TIMES and all(t.unit != "s" for t in timings)
+        rule = context.rule if is_share or not timings else QUICK
+        is_undecided = partial(_is_undecided, trials, ladder, tuple(timings))
         measurement = Measurement(ladder, metric, rule, is_undecided)
         try:
             while measurement.timing is None:
@@ -527,7 +542,7 @@ def _judgement(record: Result, expectation: Expectation) -> verdict.Judgement:
         record.floor,
         expectation,
         library=record.library,
-        share=roofline.min_share(record),
+        share=roofline.optimized_share(record),
         # deterministic algorithms are other kernels than those of the recorded run
         compare_recorded=not (
             verdict.depends_on_host(record) or "reproducible" in record.conditions

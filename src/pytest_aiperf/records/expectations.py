@@ -296,7 +296,7 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     require, recorded = expectation.require, expectation.recorded
     if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
-    share = roofline.min_share(result)
+    share = roofline.optimized_share(result)
     judgement = judge(
         figure, result.floor, Expectation(require), library=result.library, share=share
     )

@@ -9,10 +9,10 @@ the advice lists possible causes.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from pytest_aiperf.model import Limit, Metric, Profile, Result, Timing, Trace, Work
+from pytest_aiperf.model import Interval, Limit, Metric, Profile, Result, Timing, Trace, Work
 from pytest_aiperf.text import percent, si
 
 from . import advice, stats
@@ -348,14 +348,35 @@ def in_seconds(record: Result) -> Timing | None:
     return next((timing for timing in timings if timing and timing.unit == "s"), None)
 
 
-def min_share(record: Result) -> float | None:
-    """Return the lower confidence bound of the optimized arm's fraction of its limit."""
+def limits_of(
+    record: Result, seconds: Mapping[str, float], ceilings: Mapping[str, float]
+) -> dict[str, Limit]:
+    """Return the limits of a GPU claim's arms, given the seconds per call of each."""
+    timing, work, gpu = in_seconds(record), record.work, record.gpu
+    if timing is None or work is None or gpu is None:
+        return {}
+    return {
+        arm: limit
+        for arm, call_s in seconds.items()
+        if (limit := limit_of(call_s, work, timing.cache, ceilings, gpu.l2_bytes))
+    }
+
+
+def call_seconds(record: Result, arms: Iterable[str]) -> dict[str, float]:
+    """Return the seconds per call of each arm; empty if no metric is in seconds."""
+    timing = in_seconds(record)
+    return {arm: stats.mean_call_s(timing.replicates, arm) for arm in arms} if timing else {}
+
+
+def optimized_share(record: Result) -> Interval | None:
+    """Return the optimized arm's share of its limit, with its confidence interval."""
     limit, timing = record.limits.get("optimized"), in_seconds(record)
     if limit is None or timing is None:
         return None
     logs = [
-        statistics.fmean(math.log(s) for r in replicate.rounds for s in r.seconds["optimized"])
+        statistics.fmean(-math.log(s) for r in replicate.rounds for s in r.seconds["optimized"])
         for replicate in timing.replicates
     ]
-    seconds = stats.interval(logs)
-    return limit.share * seconds.value / seconds.high
+    calls = stats.interval(logs)  # per second
+    scale = limit.share / calls.value
+    return Interval(scale * calls.low, limit.share, scale * calls.high)

@@ -97,7 +97,7 @@ def judge(
     expectation: Expectation | None = None,
     *,
     library: Interval | None = None,
-    share: float | None = None,
+    share: Interval | None = None,
     compare_recorded: bool = True,
     quick: bool = False,
 ) -> Judgement:
@@ -163,17 +163,17 @@ def _unmet(
     ratio: Interval,
     floor: float,
     library: Interval | None,
-    share: float | None,
+    share: Interval | None,
 ) -> Iterator[_Problem]:
     """Describe the requirements that a comparison does not meet."""
-    for what, interval, required in (
-        ("speedup", ratio, require.speedup),
-        ("library ratio", library, require.library),
+    for what, interval, required, write in (
+        ("speedup", ratio, require.speedup, _ratios),
+        ("library ratio", library, require.library, _ratios),
+        ("share of the limit", share, require.share, _shares),
     ):
         if required is not None and interval is not None and interval.low < required:
-            text = (
-                f"{what} {interval}: its lower end is below the {required:g}x that {_FILE} requires"
-            )
+            is_, required_ = write(interval, required)
+            text = f"{what} {is_}: its lower end is below the {required_} that {_FILE} requires"
             if reaches := interval.high * (1 + floor) >= required:
                 beyond = "the interval" if interval.high >= required else "the session's noise"
                 text += f", but {beyond} reaches it: measure again"
@@ -184,8 +184,14 @@ def _unmet(
     if require.share is not None and share is None:
         text = f"{_FILE} requires {require.share:.0%} of the limit, but the share is not known"
         yield text, False
-    elif require.share is not None and share is not None and share < require.share:
-        # as many digits as the two need to differ
-        texts = ((f"{share:.{n}%}", f"{require.share:.{n}%}") for n in range(17))
-        is_, required_ = next(both for both in texts if both[0] != both[1])
-        yield f"share of the limit {is_} is below the {required_} that {_FILE} requires", False
+
+
+def _ratios(ratio: Interval, required: float) -> tuple[str, str]:
+    return str(ratio), f"{required:g}x"
+
+
+def _shares(share: Interval, required: float) -> tuple[str, str]:
+    """Write percentages with as many digits as the lower end and the requirement need to differ."""
+    digits = next(n for n in range(17) if f"{share.low:.{n}%}" != f"{required:.{n}%}")
+    value, low, high = (f"{x:.{digits}%}" for x in (share.value, share.low, share.high))
+    return f"{value} [{low}, {high}]", f"{required:.{digits}%}"
