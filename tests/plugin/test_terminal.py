@@ -200,6 +200,17 @@ def test_evidence_holds_or_not_or_was_not_looked_at(figures, shown):
     assert tables.endswith(r"not looked at: ch07/copy\[vector\]") is noted
 
 
+def test_why_several_pieces_were_not_looked_at_is_said_once():
+    counters = [Evidence(EvidenceKind.COUNTER, of, max=1) for of in ("a.sum", "b.sum")]
+    findings = [Finding(piece, where="counters are reserved") for piece in counters]
+    findings.append(Finding(Evidence(EvidenceKind.LAUNCHES, max=1)))
+    lines = terminal.table([result(evidence=tuple(findings))])
+    assert (
+        "ch07/copy[vector]: evidence not looked at: counter a.sum <= 1, counter b.sum <= 1 "
+        "(counters are reserved); launches <= 1"
+    ) in lines
+
+
 @pytest.mark.parametrize(
     ("piece", "value", "shown"),
     [

@@ -121,8 +121,13 @@ def finding(each: Finding) -> str:
 
 def not_looked_at(result: Result) -> str:
     """List the evidence that a run could not look at, and why; empty if it looked at all of it."""
-    missing = (each for each in result.evidence if each.held is None)
-    return ", ".join(stated(e.evidence) + (f" ({e.where})" if e.where else "") for e in missing)
+    pieces: dict[str, list[str]] = {}  # by reason: pieces of one kind often have the same
+    for each in result.evidence:
+        if each.held is None:
+            pieces.setdefault(each.where, []).append(stated(each.evidence))
+    return "; ".join(
+        ", ".join(texts) + (f" ({why})" if why else "") for why, texts in pieces.items()
+    )
 
 
 def figures(each: Finding) -> str:
