@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,11 @@ class Work:
     def bytes(self) -> float:
         """Bytes that a call must read or write."""
         return self.read + self.written
+
+
+TIMED_UNIT: Final = re.compile(r"\b([nuµm]?s|min|h|seconds?|minutes?|hours?|Hz|m?[JW])\b")
+"""Matches units that contain a time, a rate, an energy or a power, such as tokens/s: scores in such
+units change with other work on the machine, and from host to host."""
 
 
 @dataclass(frozen=True, slots=True)

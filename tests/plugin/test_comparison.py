@@ -71,8 +71,14 @@ def test_a_claim_measured_in_one_run_is_new_or_gone():
         ({"timing": timing(metric=Metric.WALL)}, "GPU-1", State.REGRESSED),
         ({"host": True, "gpu": None}, None, State.MOVED),
         ({}, "GPU-2", State.REGRESSED),
+        ({"timing": timing(metric=Metric.SCORE, unit="s (p95)")}, "GPU-2", State.MOVED),
+        ({"timing": timing(metric=Metric.SCORE, unit="tokens/s")}, "GPU-2", State.MOVED),
+        ({"timing": timing(metric=Metric.SCORE, unit="tokens per pass")}, "GPU-2", State.REGRESSED),
     ],
-    ids=["wall, another machine", "wall, the same", "a host claim", "device time"],
+    ids=[
+        *("wall, another machine", "wall, the same", "a host claim", "device time"),
+        *("latency", "rate", "count"),
+    ],
 )
 def test_a_figure_that_depends_on_the_host_moves_instead_of_regressing(more, uuid, state):
     gpu = uuid and dataclasses.replace(H200, uuid=uuid)

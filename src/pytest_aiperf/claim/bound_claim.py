@@ -4,7 +4,6 @@ import gc
 import inspect
 import math
 import random
-import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled, grown_bytes, nothing
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.model import (
+    TIMED_UNIT,
     Bench,
     Error,
     Metric,
@@ -81,10 +81,6 @@ different seeds."""
 SAME_VALUE = 1e-2
 """Largest relative difference between inputs that count as equal: a GPU may compute them in another
 order each time."""
-
-_TIMED = re.compile(r"\b([nuµm]?s|min|h|seconds?|minutes?|hours?|Hz|m?[JW])\b")
-"""Matches units that contain a time, a rate, an energy or a power, such as tokens/s: other work on
-the machine changes scores in such units."""
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
@@ -491,7 +487,7 @@ class BoundClaim:
     def depends_on_load(self, metric: Metric) -> bool:
         """Whether claims that run at the same time change a metric; bytes and counts stay equal."""
         if metric is Metric.SCORE:
-            return not self._score_units or any(map(_TIMED.search, map(str, self._score_units)))
+            return not self._score_units or any(map(TIMED_UNIT.search, map(str, self._score_units)))
         return metric is not Metric.MEMORY
 
     @property

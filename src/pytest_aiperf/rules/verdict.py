@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from pytest_aiperf.model import Expectation, Interval, Metric, Require, Result, Verdict
+from pytest_aiperf.model import TIMED_UNIT, Expectation, Interval, Metric, Require, Result, Verdict
 
 SAME_WITHIN = 0.02  #: The verdict is SAME when the whole interval lies within this distance of 1.
 LEAST_DIFFERENCE = 0.001
@@ -49,7 +49,12 @@ class Judgement:
 
 def depends_on_host(result: Result) -> bool:
     """Whether the figure depends on the host so much that two hosts' figures are not comparable."""
-    return result.host or (result.timing is not None and result.timing.metric is Metric.WALL)
+    timing = result.timing
+    if result.host or timing is None:
+        return result.host
+    if timing.metric is Metric.SCORE:
+        return TIMED_UNIT.search(timing.unit) is not None
+    return timing.metric is Metric.WALL
 
 
 def verdict(ratio: Interval, floor: float) -> Verdict:
