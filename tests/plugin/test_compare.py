@@ -1,5 +1,6 @@
 """One claim from its arguments to its record: outcomes, locks and the noise floor."""
 
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -128,6 +129,14 @@ def test_a_disturbed_noise_floor_is_measured_again(monkeypatch, highs, floor, me
 def test_a_claim_names_a_metric():
     with pytest.raises(UsageError, match=r"compare\(metric=\(\)\): name at least one"):
         a_claim(metric=())
+
+
+@pytest.mark.parametrize("metric", [("wall", "wall"), ["device", "wall", "memory", "wall"]])
+def test_a_claim_names_each_metric_once(metric):
+    words = re.escape(repr(tuple(metric)))
+    text = rf"compare\(metric={words}\): 'wall' is named twice; name each metric once"
+    with pytest.raises(UsageError, match=text):
+        a_claim(metric=metric)
 
 
 def test_one_piece_of_evidence_needs_no_list():

@@ -50,6 +50,18 @@ def _given(name: str, value: object) -> str:
     )
 
 
+def _metrics(metric: MetricName | Sequence[MetricName]) -> tuple[MetricName, ...]:
+    """Return one or more metrics as a tuple; raise UsageError if there is none, or one twice."""
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    if not metrics:
+        raise UsageError("compare(metric=()): name at least one metric; the first is judged")
+    if repeated := [word for word in metrics if metrics.count(word) > 1]:
+        raise UsageError(
+            f"compare(metric={metrics!r}): {repeated[0]!r} is named twice; name each metric once"
+        )
+    return metrics
+
+
 def no_progress(*_phase: object, **_figures: object) -> None:
     """Ignore progress reports."""
 
@@ -109,9 +121,7 @@ def claim_of(
             parameters.bind(None)
         except TypeError:
             raise UsageError(f"inputs{parameters} must take one argument, the Bench") from None
-    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
-    if not metrics:
-        raise UsageError("compare(metric=()): name at least one metric; the first is judged")
+    metrics = _metrics(metric)
     for name, word, allowed in (
         *(("metric", word, get_args(MetricName)) for word in metrics),
         ("against", against, get_args(AgainstName)),
