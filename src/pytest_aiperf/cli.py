@@ -47,6 +47,8 @@ from .text import si
 DONE = 0  #: Exit status of a command that found no problem.
 FAILED = 1  #: Exit status of a command that found a problem, such as a regression.
 WRONG = 2  #: Exit status if an argument, a file or this machine is not usable.
+UNREAD = 128 + signal.SIGPIPE
+"""Exit status if nobody reads what is printed, as shells report programs that SIGPIPE ends."""
 
 GITHUB_ACTION = "github-action-benchmark"  #: A format of `report`.
 FUNCTION_DEADLINE_S = 300.0
@@ -61,8 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status.
 
     An AiperfError is printed without a traceback. SIGTERM, which batch systems and `timeout` send,
-    ends a command as Ctrl-C does, and with it the programs that it has started.
+    ends a command as Ctrl-C does, and with it the programs that it has started. A command whose
+    output goes to a program that has ended, such as `head`, ends without a message.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout:  # None if the file descriptor is closed
+                sys.stdout.flush()  # Python's own flush at exit would only print its error
+    except BrokenPipeError:
+        # what is still buffered is written at exit, and would fail again
+        with Path(os.devnull).open("wb") as nowhere:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                os.dup2(nowhere.fileno(), stream.fileno())
+        return UNREAD
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = words[0] if words else ""
     words, profiled = _split(words)

@@ -4,6 +4,9 @@ import csv
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -172,6 +175,32 @@ def test_a_report_takes_a_folder_as_well(folder, capsys):
         assert "ch07/copy,h200," in capsys.readouterr().out
     assert cli.main(["report", ".aiperf/latest"]) == 0
     assert Path("report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("compare a.json a.json", ""),
+        ("compare a.json a.json", "1"),
+        ("report --format=csv a.json", ""),
+        ("report --format=csv a.json", "1"),
+        ("--help", ""),  # if it is unbuffered, argparse ignores the error
+    ],
+)
+def test_a_command_whose_output_nobody_reads_ends_without_a_message(words, unbuffered, folder):
+    folder("a.json", claim())
+    inlet, outlet = os.pipe()
+    os.close(inlet)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_aiperf", *words.split()],
+        stdout=outlet,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+    os.close(outlet)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_runs_without_a_common_claim_are_no_success(folder, capsys):
