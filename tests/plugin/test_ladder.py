@@ -339,6 +339,34 @@ def test_what_is_not_checked_of_a_rungs_results_is_noted_for_this_rung_alone():
     assert "small parts of result: optimized's error is 3e-06" in results[1].unchecked[0]
 
 
+@pytest.mark.parametrize("rungs", [["fused"], ["plain", "fused"]])
+def test_doubts_about_times_name_the_arm_by_its_rung(rungs):
+    """What the optimized arm leaves in the L2 cache slows the baseline's next block down."""
+    device = FakeDevice(noise=replace(Noise.none(), white=0.002), seed=1)
+    is_left, slow_block = False, -1
+
+    def baseline(x):
+        nonlocal is_left, slow_block
+        if is_left:
+            is_left, slow_block = False, device._blocks
+        spend(1.2e-3 if device._blocks == slow_block else 1e-3)
+        return x * 2
+
+    def optimized(x):
+        nonlocal is_left
+        is_left = True
+        return doubling(500)(x)
+
+    claims = {"plain": a_claim(), "fused": a_claim(baseline=baseline, optimized=optimized)}
+    context = a_context(device=device)
+    records = {rung: replace(context.record, claim=f"ch07/x[{rung}]") for rung in rungs}
+    each = [(claims[rung], replace(context, record=records[rung])) for rung in rungs]
+    arm = "the baseline arm of rung 'fused'" if len(rungs) > 1 else "baseline"
+    for result, _ in measure_ladder(each):
+        [text] = result.unchecked
+        assert text.startswith(f"whether another arm slows the baseline down: {arm} took 1.2")
+
+
 @pytest.mark.parametrize("cache", ["cold", "warm"])
 def test_an_array_that_is_passed_twice_is_noted_for_each_rung(cache):
     arm = lambda us: lambda x, _: doubling(us)(x)

@@ -98,12 +98,14 @@ class BoundClaim:
         full: bool,
         progress: Progress = no_progress,
         draw: random.Random | None = None,
+        rung: str = "",
     ) -> None:
         self.claim = claim
         self.device = device
         self.seed = seed
         self.full = full
         self.progress = progress
+        self.rung = rung  #: Name of the claim's rung, for messages about a ladder.
         self.effects = ArgumentEffects()
         self.baseline_alone_s: dict[str, float] = {}
         """Shortest time of a baseline call before another arm had run, by the way it was called;

@@ -96,6 +96,11 @@ class Ladder:
         """Return the first claim that an arm is part of, and its role there."""
         return self._arms[name]
 
+    def describe(self, name: str) -> str:
+        """Name an arm for users: by its role, in a ladder also by the first rung that it is in."""
+        bound, role = self._arms[name]
+        return f"the {role} arm of rung {bound.rung!r}" if len(self.rungs) > 1 else role
+
     def owners(self, name: str) -> Iterator[tuple[BoundClaim, str]]:
         """Yield all claims that an arm is part of, and its role there."""
         for rung in self.rungs:

@@ -178,6 +178,7 @@ class _Trial:
             full=True,
             progress=context.progress,
             draw=context.draw,
+            rung=context.record.claim.partition("[")[2].removesuffix("]"),
         )
         self.context = context
         self.alone = alone

@@ -220,17 +220,19 @@ class PlausibilityChecks:
 
     def unchecked(self) -> Iterator[str]:
         """Describe what the times leave in doubt."""
+        describe = self.ladder.describe
         for name, times in self._slowed_baselines.items():
             role = "library" if name.startswith("library") else "baseline"
-            yield f"whether another arm slows the {role} down: {name} took {times}"
+            yield f"whether another arm slows the {role} down: {describe(name)} took {times}"
         for name, times in self._slow_when_timed.items():
-            yield f"whether the baseline is slow only while it is timed: {name} took {times}"
+            arm = describe(name)
+            yield f"whether the baseline is slow only while it is timed: {arm} took {times}"
         for name, times in self._slowing_inputs.items():
-            yield f"whether inputs() slows the baseline down: {name} took {times}"
+            yield f"whether inputs() slows the baseline down: {describe(name)} took {times}"
         for name, times in self._keeping.items():
             yield (
-                f"results cached by value: {name} took {times} when they returned, as inputs() "
-                "takes too long for new values in each block; draw the inputs faster"
+                f"results cached by value: {describe(name)} took {times} when they returned, as "
+                "inputs() takes too long for new values in each block; draw the inputs faster"
             )
 
 
