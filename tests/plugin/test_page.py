@@ -530,6 +530,16 @@ def test_the_line_of_a_share_joins_all_arms():
     assert "library: 40 % of copy" in html
 
 
+@pytest.mark.parametrize("view", [views.roofline, views.shares])
+@pytest.mark.parametrize("outcome", [Outcome.INVALID, Outcome.ERROR])
+def test_claims_that_were_not_judged_have_no_place_below_a_limit(view, outcome):
+    limit = Limit("copy", 9e12, 4.2e12, "B/s", 2.1)
+    wrong = rich("ch07/wrong", outcome=outcome, verdict=None, limits={"optimized": limit})
+    failed = rich(outcome=Outcome.FAILED)
+    assert view([wrong]) == ""
+    assert view([failed, wrong]) == view([failed]) != ""
+
+
 def test_ceilings_close_to_each_other_share_a_label():
     def at(name, limit, unit="FLOP/s"):
         return Limit(name, limit / 2, limit, unit, 0.5)

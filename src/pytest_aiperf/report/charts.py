@@ -277,7 +277,11 @@ class Roofline:
 
 
 def roofline(results: Sequence[Result]) -> Roofline | None:
-    """Place every arm with known bytes and FLOPs; None without such an arm or a limit."""
+    """Place every arm with known bytes and FLOPs; None without such an arm or a limit.
+
+    Claims that were not judged are left out.
+    """
+    results = [r for r in results if r.outcome in aggregate.JUDGED]
     limits = {lim.ceiling: lim for r in results for lim in r.limits.values() if lim.limit > 0}
     points = [
         (r, each)

@@ -173,7 +173,7 @@ def ladder(
 
 
 def roofline(results: Sequence[Result], link: Link = nowhere) -> "Markup":
-    """Draw the arms of claims with known bytes and FLOPs below the limits measured there."""
+    """Draw the arms of judged claims with known bytes and FLOPs below the limits measured there."""
     chart = charts.roofline(results)
     if chart is None:
         return _nothing()
@@ -192,7 +192,7 @@ def scaling(by_ranks: Mapping[int, Result], link: Link = nowhere) -> "Markup":
 
 
 def shares(results: Sequence[Result], link: Link = nowhere) -> "Markup":
-    """Draw the rate of each arm as a percentage of the limit that bounds it."""
+    """Draw the rate of each arm of judged claims as a percentage of the limit that bounds it."""
     rows = [
         {
             "result": r,
@@ -210,6 +210,7 @@ def shares(results: Sequence[Result], link: Link = nowhere) -> "Markup":
             ],
         }
         for r in results
+        if r.outcome in aggregate.JUDGED
     ]
     rows = [row for row in rows if row["limits"]]
     return _view("shares", rows, PERCENT) if rows else _nothing()
