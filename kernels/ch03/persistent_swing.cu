@@ -1,8 +1,8 @@
 // Simulates n pendulums for a number of time steps; `in` and `out` may be the same array.
 //
 // The kernel is persistent: as many blocks as `sms` SMs hold at a time, each with a loop over
-// pendulums. All of them run from the start of the kernel to its end, so that no block of another
-// kernel finds room on these SMs before. A kernel of few pendulums has few blocks.
+// pendulums. All of them run from the start of the kernel to its end; until then, no block of
+// another kernel finds room on these SMs. A kernel of few pendulums has few blocks.
 
 #include <algorithm>
 #include <cuda_runtime.h>

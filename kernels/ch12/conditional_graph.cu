@@ -1,8 +1,8 @@
 // Iterate until convergence, with the decision about the next step on the host or on the GPU.
 //
 // x solves x + sin(x) / 2 = b per element with small damped steps from 0, until the largest
-// residual is at most `tolerance`: hundreds of steps of a few microseconds, whose number depends on
-// the data. One kernel performs one step. Its last block to finish reduces the blocks' results to a
+// residual is at most `tolerance`: hundreds of steps of less than 2 microseconds each, whose number
+// depends on the data. One kernel performs one step. Its last block to finish reduces the blocks' results to a
 // flag (whether another step is needed) and publishes it:
 //
 //   host_poll    (baseline, poll_every_8) To device memory. The host copies the flag back and waits

@@ -1,4 +1,4 @@
-"""On SMs of their own, small requests wait far less for a persistent kernel than with priority.
+"""Small requests wait far less for a persistent kernel on SMs of their own than with priority.
 
 A background job launches persistent kernels, which fill every SM from their start to their end, as
 GEMM and attention kernels do. A request of three small kernels arrives after each of these
@@ -6,23 +6,26 @@ launches. Its stream has a higher priority, so its blocks are the next to start
 (ch11/stream_priority). But blocks that run are not interrupted, and these run for the whole kernel:
 priority does not help. Green contexts divide the SMs of a GPU within a process ("SM partition"):
 requests get eight of them, the background job all others, and a request finds its SMs free. On an
-H100 it takes 0.09 ms instead of 0.40, most of which it waits for a background kernel, and on H200s
-0.05 to 0.09 instead of 0.38, depending on the host. A fifth was the aim. Most H200s reach it; the
-H100 does not, because a request takes 0.09 ms there even on SMs of its own. The ratio is that of
-this load: a background kernel takes 0.47 ms, and a request arrives just after its start, when most
-of it is left to wait for. With longer kernels the gain grows, and with shorter ones it ends.
+H100, a request takes 0.09 ms instead of 0.40, and on H200s 0.05 to 0.09 ms instead of 0.38 to 0.41,
+depending on the host. With priority, most of that time is the wait for a background kernel. The aim
+was a fifth of the latency. Most runs on H200s reach it. Where a request takes 0.09 ms even on SMs
+of its own, as on the H100, it is missed. The ratio is that of this load: a background kernel takes
+0.47 ms, and a request arrives just after its start, when most of it is left to wait for. With
+longer kernels the gain grows; with shorter ones it vanishes.
 
 The score is the 95th percentile of the latencies of 24 requests, from the first launch until the
-host knows the result. What the isolation costs is judged as well: the background job does without
-eight SMs, 6 % of an H100's, whether requests come or not, so the wall time of a call, which ends
-when the job and all requests have ended, may be up to a quarter longer; on an H100 it is 5 % longer
-(11.9 ms instead of 11.3). The library arm needs no green contexts: with priority, it launches the
-background kernels with only as many blocks as all SMs but eight hold, so that the blocks of a
-request should find room. On an H200 its requests still take 0.34 ms, little less than with priority
-alone (0.38), and its calls as long as with the partition (12.2 and 12.1 ms); why was not examined.
-It also needs kernels whose grid can be chosen, and the room is not reserved: blocks of any other
-work may take it. The partitions share the L2 cache and the memory bandwidth; a job that is limited
-by these slows the requests down as before. A kernel that launches as many blocks as the whole GPU
+host knows the result. The cost of the isolation is judged as well. The background job loses eight
+SMs, 6 % of an H100's, even when no request comes. The wall time of a call, until the job and all
+requests have ended, may grow by a quarter; it grows by 5 to 6 % (on an H100 from 11.3 ms to 11.9).
+The library arm needs no green contexts: with priority, it launches the background kernels with only
+as many blocks as all SMs but eight hold, so that the blocks of a request should find room. On H200s
+its requests still take 0.34 to 0.36 ms, 9 to 16 % less than with priority alone, and its calls as
+long as with the partition (12.0 and 11.9 ms). This does not fit the explanation above: 64 places
+for blocks are free and a request needs 32, but its requests still wait for most of the background
+kernel. So free places alone do not explain the wait; the cause was not examined. The library arm
+also needs kernels whose grid can be chosen, and the room is not reserved: blocks of any other work
+may take it. The partitions share the L2 cache and the memory bandwidth; a job that is limited by
+these slows the requests down as before. A kernel that launches as many blocks as the whole GPU
 holds needs a second wave on a partition: size its grid for the SMs that it has. MIG partitions
 memory as well, but between processes, and only an administrator can change it. If blocks are short,
 priority is enough, and leaves all SMs to the job.

@@ -1,21 +1,22 @@
-"""A small MLP that uses each weight from shared memory for several points beats one load per use.
+"""A small MLP that uses each weight from shared memory twice beats one that loads it for each use.
 
 A thread evaluates a whole point with the hidden layers in registers, so memory sees only the 4
 inputs and 4 outputs. All lanes of a warp need the same weight at the same time. From global memory
 ("global"), the weights stay in the L1 cache, and a 16-byte load brings four of them: at most four
 FMAs per load. At the full fp32 rate, an SM issues four FMAs of a warp per clock, and needs one such
 load per clock. On an H200, "global" reaches a quarter of that rate: one load per four clocks. From
-shared memory ("shared"), it completes one per 2.2 clocks; the warps then no longer wait for global
-memory, which the evidence counts (long scoreboard). The kernel also needs fewer registers, so five
-blocks fit an SM instead of four. Using each weight for two points ("shared_2") loads it half as
-often, and the points are independent, so their FMAs fill each other's latency (ILP). Constant
-memory serves one address per warp and seems made for such weights. But with two points per thread
-("constant_2"), it takes 2.2 times as long as "shared_2" and longer than "shared". On Hopper each
-instruction (ULDC.64) loads two weights into uniform registers: 640 per warp beside 2560 FMAs. After
-a load from shared memory, a warp goes on until it needs the value (a scoreboard tracks it). After a
-load that misses the constant cache it cannot. Whether that is the reason was not measured: the
-stalls are smsp__average_warps_issue_stalled_imc_miss_per_issue_active.ratio in ncu. That rung is
-permitted to be slower.
+shared memory ("shared"), it completes one per 2.3 clocks. The evidence shows that the warps no
+longer wait for global memory (long scoreboard); waits for shared memory are counted elsewhere
+(short scoreboard) and were not measured. The kernel also needs fewer registers, so five blocks fit
+an SM instead of four. Using each weight for two points ("shared_2") loads it half as often, and the
+points are independent, so their FMAs fill each other's latency (ILP). Constant memory serves one
+address per warp and seems made for such weights. But with two points per thread ("constant_2"), it
+takes 2.2 times as long as "shared_2" and longer than "shared". On Hopper each instruction (ULDC.64)
+loads two weights into uniform registers: 640 per warp beside 2560 FMAs. After a load from shared
+memory, a warp goes on until it needs the value (a scoreboard tracks it). After a load that misses
+the constant cache it cannot. Whether that is the reason was not measured; ncu counts such stalls as
+smsp__average_warps_issue_stalled_imc_miss_per_issue_active.ratio. Its bar permits "constant_2" to
+be slower.
 
 Each rung is measured against the one before it, and the additions keep their order. The library arm
 is torch.compile of three matrix products in PyTorch, which write both hidden layers, 2 GiB of

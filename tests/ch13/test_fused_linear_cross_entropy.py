@@ -2,31 +2,33 @@
 
 The logits of a language model are its largest array: 8,192 tokens times a vocabulary of 128,256 are
 2.1 GB in bf16 and 4.2 GB in fp32, in which the loss is computed. Autograd keeps the log
-probabilities for the backward pass, and there adds their gradient and that of the logits: three
-fp32 arrays of 4.2 GB at the peak. But rows do not depend on each other, and the gradient of a loss
-is known as soon as the loss is. "chunked" computes losses and gradients of 1,024 rows at a time, so
-that only an eighth of the logits exists; that takes 1 to 4 % more time than eager PyTorch. "fused"
-does not even hold three copies of that: a Triton kernel sweeps each row of bf16 logits with an
-online softmax (ch14/online_softmax), and a second sweep writes the gradient over them. What remains
-is mostly the gradient of the weights. The library arm is torch.compile, which fuses the passes but
-keeps all logits. "chunked" loses to it in time: 36 ms against 20 on an H100, for 1.4 times less
-memory. "fused" needs less than a third of the memory of torch.compile, and 1 to 7 % more time.
+probabilities for the backward pass, which adds their gradient and the gradient of the logits: at
+the peak, three fp32 arrays of 4.2 GB exist. But rows do not depend on each other, and the gradient
+of a loss is known as soon as the loss is. "chunked" computes losses and gradients of 1,024 rows at
+a time, so that only an eighth of the logits exists; that takes 1 to 5 % more time than eager
+PyTorch. "fused" avoids the fp32 copies of the chunk as well: a Triton kernel sweeps each row of
+bf16 logits with an online softmax (ch14/online_softmax), and a second sweep writes the gradient
+over them. What remains is mostly the gradient of the weights. The library arm is torch.compile,
+which fuses the passes but keeps all logits. "chunked" needs 1/1.4 of its memory, but takes 36 ms
+instead of 20 on an H100. "fused" needs less than a third of the memory of torch.compile, and at
+most 7 % more time.
 
-The second claim judges the time of "fused" against eager PyTorch. Both run the same three products,
-which take most of it. Between them, eager PyTorch makes about ten passes over arrays of 2.1 or 4.2
-GB; the kernel reads the logits twice and writes them once, 2.1 GB each time. The evidence is the
-bytes that device memory reads and writes: half as many. The kernel takes 2.2 ms on an H200 and 2.4
-on an H100, a tenth of the time and about twice as long as a copy of the logits. Its own bytes were
-not counted, but with two or more rows in flight per SM, these exceed the L2 cache, so that the
-second sweep may read device memory again: up to 2.9 TB/s on an H200 and 2.6 on an H100.
+The second claim judges the time of "fused" against eager PyTorch: it is 1.5x as fast on an H200 and
+1.7x on an H100. Both run the same three products, which take most of it. Between them, eager
+PyTorch makes about ten passes over arrays of 2.1 or 4.2 GB; the kernel reads the logits twice and
+writes them once, 2.1 GB each time. The evidence is the bytes that device memory reads and writes:
+half as many. The kernel takes 2.2 ms on an H200 and 2.4 on an H100, a tenth of the time and about
+twice as long as a copy of the logits. Its own bytes were not counted. Two rows in flight per SM
+already exceed the L2 cache, so the second sweep may read device memory again; if it does, the
+kernel moves 2.8 to 3.1 TB/s on H200s and 2.6 on an H100.
 
-Chunks have a price, too: each reads the weights twice and adds its gradient to theirs, so smaller
-chunks save memory and lose time. This is where torch.compile wins: in a trace on an H100 its three
-products take 16.2 ms and those of the chunks 17.6, while the loss kernel takes less time than its
-two loss kernels do, 2.4 ms instead of 3.0. The sum of the gradients is rounded to bf16 after each
-chunk; in fp32 it would take twice the memory. Labels are distinct here: where one recurs, terms of
-opposite sign from several chunks, each rounded before, could cancel, and what that costs in
-accuracy is not measured.
+Chunks have a price, too: each reads all weights twice and adds its part to their gradient, so
+smaller chunks save memory and lose time. This is where torch.compile wins: in a trace on an H100
+its three products take 16.2 ms and those of the chunks 17.6, while the fused loss kernel takes 2.4
+ms and the two loss kernels of torch.compile 3.0. The sum of the gradients is rounded to bf16 after
+each chunk; in fp32 it would take twice the memory. Labels are distinct here: where one recurs,
+terms of opposite sign from several chunks, each rounded before, could cancel, and what that costs
+in accuracy is not measured.
 
 The gradients are computed in the forward pass, for the mean loss: a loss that is scaled later must
 scale them as well. Liger Kernel (arXiv 2410.10989) has this method; Cut Cross-Entropy (arXiv

@@ -332,7 +332,7 @@ class Ladder:
             try:
                 rung.bound.unchecked.update(
                     agreement.compare_contents(
-                        pending.arm, pending.left, expected, effects, pending.when
+                        self.describe(pending.arm), pending.left, expected, effects, pending.when
                     )
                 )
             except WrongResult as why:

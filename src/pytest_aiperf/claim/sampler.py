@@ -124,7 +124,7 @@ class Sampler:
             try:
                 self.device.refuse_unjoined(arm.call(0))
             except InvalidMeasurement as why:
-                raise InvalidMeasurement(f"{arm.name}: {why}") from None
+                raise InvalidMeasurement(f"{self.ladder.describe(arm.name)}: {why}") from None
         first_calls = [arm.call(0) for arm in buffers]
         self.device.stabilize_clocks(lambda: [call() for call in first_calls])
         seconds = {arm.name: self._estimate_s(arm) for arm in buffers}

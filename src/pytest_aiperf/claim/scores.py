@@ -101,14 +101,15 @@ class ScoreSampler:
         outputs = bound.output_copies(returned, inputs[-1])
         left = argument_effects.contents_of(inputs[-1].args, bound.effects)
         if not score.value > 0 or math.isinf(score.value):
-            raise UsageError(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
+            arm = self.ladder.describe(name)
+            raise UsageError(f"{arm} gives {score.value} {score.unit}: a ratio needs more than 0")
         first = self.score = self.score or score
         kind = score.unit, score.better
         if kind != (first.unit, first.better):
             raise UsageError(
-                f"{name} gives {score.unit!r} ({score.better} is better) after a score in "
-                f"{first.unit!r} ({first.better} is better): all calls need one unit and "
-                "'higher' or 'lower'"
+                f"{self.ladder.describe(name)} gives {score.unit!r} ({score.better} is better) "
+                f"after a score in {first.unit!r} ({first.better} is better): all calls need one "
+                "unit and 'higher' or 'lower'"
             )
         return score, outputs, left, inputs[-1].seed
 
