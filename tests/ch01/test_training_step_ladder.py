@@ -1,12 +1,15 @@
 """Removing waits, pageable copies and launches makes a small training step faster; bf16 does not.
 
-The naive loop is correct and common, except that PyTorch's default optimizer (foreach) is turned
-off, so that "fused" shows all launches of the update. Each arm changes one thing, and each rung is
-judged against the fastest arm before it, in wall time for four steps. The library arm of the last
-rung is torch.compile with mode="reduce-overhead": it captures graphs as well, of the forward and of
-the backward pass, and fuses their elementwise operations, but it launches the optimizer from the
-CPU. On an H200 its GPU work is a quarter shorter than that of "captured" (4.6 ms instead of 6.2),
-but with the launches between its graphs it takes 9 to 10 ms, and "captured" 6.3 to 6.7.
+The naive loop is correct and common, with one exception: its optimizer updates one tensor after the
+other. PyTorch's default (foreach) is turned off, so that "fused" shows what these launches cost.
+Each arm changes one thing, and each rung is judged against the fastest arm before it, in wall time
+for four steps. The library arm of the last rung is torch.compile with mode="reduce-overhead": it
+captures graphs as well, of the forward and of the backward pass, and fuses their elementwise
+operations, but the CPU launches the gradient norm and the optimizer. On an H200 its GPU work takes
+a quarter less time than that of "captured" (4.6 ms instead of 6.1), but its four steps take 9 to 11
+ms, and those of "captured" 6.3 to 6.7: the GPU waits while the CPU works between the graphs. Only
+15 launches and copies per step are left, so most of this work is not launching; it was not
+profiled.
 
 "no_sync" keeps loss and gradient norm on the GPU. `.item()` makes the CPU wait until the GPU has
 computed the value. Meanwhile nothing is launched, so the GPU then waits for the CPU: here before
@@ -14,27 +17,28 @@ the backward pass and before the optimizer, whose many short kernels cannot hide
 "pinned" copies batches from pinned memory. A copy from pageable memory waits for all earlier work,
 goes through the driver's staging buffer, and returns when it is done. "bf16" multiplies on tensor
 cores (a context manager; the parameters stay in fp32). On an H200 the GPU's work takes 60 % less
-time, but the step about 20 % more (9 to 33 %): autocast adds a fifth more launches, for casts, and
+time, but the step about 20 % more (14 to 23 %): autocast adds a fifth more launches, for casts, and
 launches set the pace until they are gone. So this rung is permitted to be slower. "fused" updates
-all parameters with one kernel instead of eight per tensor. It keeps bf16, whose casts it has to
-make up for, as it is judged against "pinned", which takes 12 % more time on an H200 and 6 % more on
-an H100. PyTorch's default needs a kernel per operation, but for all tensors at once: its launches
-are few as well, and what "fused" saves over it is bytes (ch13/fused_optimizer). "captured" launches
-the step as one CUDA graph (ch12/graph_replay), which is possible only because nothing in it waits
-for the CPU any more.
+all parameters with one kernel instead of eight per tensor. It keeps bf16, so it must make up for
+the casts as well, because it is judged against "pinned". "pinned" takes 12 to 20 % more time than
+"fused" on an H200, and 6 % more in older records of an H100. PyTorch's default needs a kernel per
+operation, but for all tensors at once: its launches are few as well, and what "fused" saves over it
+is bytes (ch13/fused_optimizer). "captured" launches the step as one CUDA graph (ch12/graph_replay),
+which is possible only because nothing in it waits for the CPU any more.
 
 Two figures show how well the GPU is used. The share of the bf16 limit is the model FLOPs
 utilization (MFU): 6 operations per weight and row, over the time and the rate of the tensor cores,
 for all rungs, so that their figures compare. The busy share, which nvidia-smi calls GPU
 utilization, is the part of the time in which the GPU runs anything. They are not the same: fp32
-products keep the GPU busy at a low MFU, and "captured" keeps it busy at an MFU of 12 %, with many
-short kernels.
+products keep the GPU busy at a low MFU, and "captured" keeps it busy at an MFU of 11 to 12 %, with
+many short kernels.
 
 The model is small on purpose, 13 million weights in 24 tensors and 2,048 rows per step, because
 launches are the subject: with "captured", the GPU needs less than a third of the time that the CPU
 takes to launch "fused". In a large model the kernels hide launches, bf16 gains most, and the MFU
 can reach the 45 % that are common there; here it cannot. 12x over the first arm was the aim and is
-not reached: 6.0x was measured, since "naive" waits little: its launches take most of its time, too.
+not reached: 5.9x to 6.5x was measured on H200s, because launches, not waits, take most of the time
+of "naive", too.
 """
 
 from itertools import pairwise

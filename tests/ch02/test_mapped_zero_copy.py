@@ -2,30 +2,31 @@
 
 A table that does not fit the GPU's memory, such as embeddings or the features of a graph, stays in
 host memory, and a step needs 3 % of its rows. Gathering on the CPU reads the rows from random
-places, writes them to a pinned buffer, and then copies this buffer: two steps that follow each
-other. Pinned memory can also be read by a kernel itself (mapped memory, zero-copy): the loads of
-thousands of warps are in flight at once, the same bytes cross PCIe, at 50 GB/s, 92 % of the rate of
-the copy engine for a large pinned buffer, and neither the CPU nor a buffer takes part. The library
-arm is what an expert writes without such a kernel: it gathers in eight chunks into two pinned
-buffers, and gathers a chunk while the one before is copied. The kernel must beat that as well. On
-an H200 and an H100 the chunks took longer than the plain baseline, since the GPU waited for the CPU
-between their copies.
+places, writes them to a pinned buffer, and only then copies this buffer to the GPU. Pinned memory
+can also be read by a kernel itself (mapped memory, zero-copy): the loads of thousands of warps are
+in flight at once, the same bytes cross PCIe, at 50 GB/s, 92 % of the rate of the copy engine for a
+large pinned buffer, and neither the CPU nor a buffer takes part. The library arm is what an expert
+writes without such a kernel: it gathers in eight chunks into two pinned buffers, and gathers a
+chunk while the one before is copied. The kernel must beat that as well. On an H200 and an H100 the
+chunks took longer than the plain baseline, since the GPU waited for the CPU between their copies.
 
-On an H200, copying takes about two thirds of the baseline's time: 300 to 340 µs for 8.4 MB, 25 to
-28 GB/s, half of what pinned memory has elsewhere (ch02/pinned_h2d). The reason was not examined;
-the CPU has just written the buffer, so part of it is still in the CPU's caches. At 55 GB/s the copy
-would take 150 µs, and the gain would be about a third smaller. On the host of an H100 it is the
-other way round: the copy takes 200 µs, 42 GB/s, a third of the baseline's time.
+On an H200, the copy of 8.4 MB takes 280 to 340 µs, most often about two thirds of the baseline's
+time. That is 25 to 30 GB/s, half of what pinned memory has elsewhere (ch02/pinned_h2d). The reason
+was not examined; the CPU has just written the buffer, so part of it may still be in the CPU's
+caches. In two of eight sessions the CPU gathered more slowly, and the copy took a third of the
+time. At 55 GB/s the copy would take 150 µs, and the gain would be about a third smaller. On the
+host of an H100 it is the other way round: the copy takes 200 µs, 42 GB/s, a third of the baseline's
+time.
 
 The claim is judged on wall time until the rows are in the GPU's memory. Both arms have the row
 numbers where they need them. The gain depends on how fast the CPU gathers, which differs between
 hosts and from one call to the next: hence the wide interval. Copying the whole table, 268 MB at 55
-GB/s, would take 4.9 ms, 20 to 25 times as long as the kernel arm. The limit is PCIe's bandwidth for
-reads of 128 bytes: of the 190 to 220 µs of a call, the kernel takes 166, and the rest is the launch
-and the wait for its end. Rows must be that long: a request for 4 bytes fetches a sector of 32, and
-pays for the same packet headers as one for 128. Each row should be read once, because mapped memory
-is not cached for later kernels; whoever needs most of the table copies it instead, which a copy
-engine does at full speed.
+GB/s, would take 4.9 ms, 22 to 25 times as long as the kernel arm. The limit is PCIe's bandwidth for
+reads of 128 bytes: of the 190 to 220 µs of a call, the kernel takes 166 to 168, and the rest is the
+launch and the wait for its end. Rows must be that long: a request for 4 bytes fetches a sector of
+32, and pays for the same packet headers as one for 128. Each row should be read once, because
+mapped memory is not cached for later kernels; a program that needs most of the table should copy
+all of it, at the copy engine's full speed.
 """
 
 from functools import partial

@@ -4,12 +4,13 @@ The GPU's copy engine accesses host memory by physical address, so the pages mus
 memory may move: the driver copies it, piece by piece, through a pinned staging buffer of its own,
 and one CPU core's memory copy sets the pace. With pinned (page-locked) memory the engine transfers
 directly over PCIe, without the CPU. "to_gpu" and "to_host" are the two directions. On an H200,
-pinned copies run at 50 to 53 GB/s in both directions: the transfer of 24 MiB takes 456 µs (55
-GB/s), and starting it and waiting for its end another 20 to 50. Pageable ones, which a CPU core
+pinned copies run at 49 to 53 GB/s in both directions: the transfer of 24 MiB takes 456 µs (55
+GB/s), and starting it and waiting for its end another 15 to 60. Pageable ones, which a CPU core
 copies, run at 6 to 9 GB/s to the GPU and 12 to 16 to the host, depending on the host: hence the two
-speedups. 5.5x was the aim of both; to the host it is missed, at 3.3x to 4.4x, because the CPU core
-copies faster in that direction. Why the two differ was not examined; in a trace, the GPU's part of
-a copy to it took 1.6 ms, about half of a call.
+speedups. 5.5x was the aim of both; to the host it is missed, at 3.3x to 4.4x, because pageable
+copies are faster in that direction. Why the two differ was not examined. In traces, the GPU's part
+of a pageable copy took 1.4 to 2.0 ms in both directions: 35 to 60 % of a call to the GPU, and 83 %
+or more of a call to the host.
 
 The data is in pinned memory before the clock starts, or may stay there. A program that must first
 copy pageable data there does the driver's staging copy itself and gains little. Pinning is slow
@@ -17,9 +18,9 @@ copy pageable data there does the driver's staging copy itself and gains little.
 are reused.
 
 All copies here wait until the data has arrived. Only a copy from or to pinned memory can return
-earlier (`non_blocking=True`), which overlap needs (ch03/pinned_prefetch_stream). Below about 1 to
-2.5 MB, starting the copy and waiting for its end (20 to 50 µs here) take longer than the transfer.
-The limit is the link: 64 GB/s for PCIe 5.0 x16, minus protocol overhead.
+earlier (`non_blocking=True`), which overlap needs (ch03/pinned_prefetch_stream). Below about 1 to 3
+MB, starting the copy and waiting for its end (15 to 60 µs here) take longer than the transfer. The
+limit is the link: 64 GB/s for PCIe 5.0 x16, minus protocol overhead.
 """
 
 import pytest

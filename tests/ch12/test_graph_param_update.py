@@ -8,11 +8,12 @@ address that it writes. "set_parameters" needs no copies: it sets the arguments 
 whose addresses change, here two of 16 (cudaGraphExecKernelNodeSetParams). A running graph is not
 affected, so nothing waits. But the program must know the nodes of its graph. The library arm,
 cudaGraphExecUpdate, works without knowing them: it takes over all parameters of a new capture into
-the instantiated graph, so it saves the instantiation, but not the capture. On an H200 it takes 1.05
-to 1.27 times as long as "set_parameters", and about as long as "static_buffers".
+the instantiated graph, so it saves the instantiation, but not the capture. On an H200 it takes 1.06
+to 1.16 times as long as "set_parameters", but only 0.88 to 0.96 times as long as "static_buffers":
+that rung loses to it.
 
 The claim is judged on wall time for 50 rows, each with a launch of the graph. All arms run the same
-800 kernels, whose time is the limit: on an H200 they take 0.81 ms of the 0.89 to 1.04 of
+800 kernels, whose time is the limit: on an H200 they take 0.79 to 0.83 ms of the 0.84 to 1.04 of
 "set_parameters". Both rungs make 3 calls of the CUDA API per row, the library arm 21 and a new
 capture 22. The rungs differ by two copies per row. They run between the kernels of two launches,
 and for rows of 16 KiB "static_buffers" takes 1.2 times as long as "set_parameters", on an H200 and

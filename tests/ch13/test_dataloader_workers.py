@@ -2,31 +2,32 @@
 
 By default a DataLoader prepares each batch in the process that runs the model, and the GPU waits
 for it. Here each photo is shrunk from 896 x 896 to 224 x 224 pixels in 8-bit integers, as
-torchvision's Resize does: a vectorized operator that runs on one core. One core takes about 0.8 ms
-per photo, so 26 ms per batch of 32. The products of the model's step are 3.4 TFLOP, 5 ms at 700
-TFLOP/s, so preparation takes four to five times as long as the step, with the norms and activations
-between the products. Decoding JPEG, which many pipelines do as well, would add to it. With
-``num_workers=12``, up to 12 processes prepare batches ahead, each a whole batch, and a thread pins
-finished batches for asynchronous copies. The baseline pins its batches, too. As long as the workers
-together prepare batches faster than the GPU consumes them, the GPU is mostly busy from the first
-batch to the last: for 97 % of this time on an H200 (95 % was the aim), and for 18 % in the
-baseline.
+torchvision's Resize does: a vectorized operator that runs on one core. One core takes 0.8 to 1.4 ms
+per photo, depending on the host, so 26 to 46 ms per batch of 32. The products of the model's step
+are 3.4 TFLOP, 5 ms at 700 TFLOP/s. With the norms and activations between them, a step takes 5.3 to
+5.8 ms on an H200, so preparation takes 4.6 to 8 times as long as the step. Decoding JPEG, which
+many pipelines do as well, would add to it. With ``num_workers=12``, up to 12 processes prepare
+batches ahead, each a whole batch, and a thread pins finished batches for asynchronous copies. The
+baseline pins its batches, too. As long as the workers together prepare batches faster than the GPU
+consumes them, the GPU is mostly busy from the first batch to the last: for 97 % of this time on an
+H200 (95 % was the aim), and for 11 to 19 % in the baseline.
 
 The library arm prepares batches ahead in as many threads of the model's process, without copies
-between processes. The operator releases Python's lock (GIL), and still this arm takes 1.3 to 1.7
-times as long as the workers: the GPU is busy for 61 % of the time. It also pins each batch in the
-loop that runs the model. Why it is slower was not measured. The GPU could shrink photos faster, and
-has decoders for JPEG as well: workers are for preparation that must stay on the CPU.
+between processes. The operator releases Python's lock (GIL), and still this arm takes 1.5 to 1.6
+times as long as the workers: the GPU is busy for 54 to 61 % of the time. Unlike the workers' arm,
+it pins each batch in the loop that runs the model. Whether that is why it is slower was not
+measured. The GPU could shrink photos faster, and has decoders for JPEG as well: workers are for
+preparation that must stay on the CPU.
 
 The claim is judged on wall time per epoch of 32 batches. The gain is at most preparation / step,
 because launches are asynchronous and the baseline's GPU already runs one step while the next batch
 is prepared, and at most the number of workers, which need as many cores. A loop that waits for each
 step, as one that reads the loss does, could gain up to preparation / step + 1. Workers do not make
-the first batch of an epoch arrive sooner: beside an H200 it takes about 40 ms, as long as seven
-steps, and without this wait the gain would be 4.5x. Starting the workers takes longer than a short
-epoch; with persistent_workers it happens once, outside the timed region. Where preparation takes
-less time than the step, the baseline keeps the GPU busy as well, unless the loop waits for each
-step; then one worker is enough.
+the first batch of an epoch arrive sooner: beside an H200 it takes 40 to 70 ms, as long as 7 to 12
+steps, and without this wait the gain would be 4.5x to 7.7x. Starting the workers takes longer than
+a short epoch; with persistent_workers it happens once, outside the timed region. Where preparation
+takes less time than the step, the baseline keeps the GPU busy as well, unless the loop waits for
+each step; then one worker is enough.
 """
 
 import torch

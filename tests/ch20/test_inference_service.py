@@ -7,16 +7,16 @@ into a preallocated slab, they leave only attention's read ("slab"). In small ba
 still takes as long as its launches, some sixteen kernels per layer: with an H100 or an H200 the GPU
 is idle for more than half of the time. A CUDA graph launches all of them with one call
 ("captured"). For this, tokens and position must live on the GPU, and attention goes over the whole
-slab with a mask, which costs the GPU 2 % more time on an H100 and less than 1 % on an H200.
-"captured" gains 3.0x on an H200 (2.5x to 3.5x), where 4x was the aim; with an earlier layout of the
-cache it gained 2.4x to 3.9x on H200s and 2.3x on an H100: the ratio follows the host, whose eager
-service took 227 to 484 ms in one run. In a trace on an H200, the kernels of the captured service
-take 98 ms of its 108 ms, so little is left to gain. Capturing is outside the timed region, as
-compiling is for the library arm, and so is the allocation of the slab, which "slab" makes once per
-batch. The library arm of "captured" captures the same step after torch.compile has fused its
-kernels, which leaves 8,000 instead of 12,900 kernels for all requests, and takes 0.87 times as long
-on an H200: capture first, then fuse. Serving engines were not compared. Each stage is judged
-against the one before.
+slab with a mask, which costs the GPU 2 to 3 % more time on H100s and less than 1 % on H200s.
+"captured" gains 3.0x to 3.6x on H200s (2.5x to 4.9x), where 4x was the aim; with an earlier layout
+of the cache it gained 2.3x to 4.0x on H200s, and 2.3x and 3.6x on H100s. The ratio follows the
+host: in two runs, the eager service took 227 to 560 ms. In traces on H200s, the kernels of the
+captured service take 98 to 99 ms of its 105 to 109 ms, so little is left to gain from launches.
+Capturing is outside the timed region, as compiling is for the library arm, and so is the allocation
+of the slab, which "slab" makes once per batch. The library arm of "captured" is faster: it captures
+the same step after torch.compile has fused its kernels, which leaves 8,000 instead of 12,900
+kernels for all requests, and takes 0.87 to 0.88 times as long on H200s. So fusion is the next step.
+Serving engines were not compared. Each stage is judged against the one before.
 
 The model has 4 layers of width 2048 with heads of 128 channels. Prompts and answers have the
 quantiles of the Azure LLM inference trace of 2023 (conversations), cut at 2,048 and 704 tokens.

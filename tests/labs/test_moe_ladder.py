@@ -4,18 +4,18 @@ Each token is routed to two of 32 experts, so sorting the tokens by expert leave
 different heights. A Python loop runs them one after the other, and the CPU waits for the router's
 result to get the heights. "grouped" computes each of the two products for all experts in one
 kernel, which reads the group offsets on the GPU. Most of its gain is 340 launches that become 31:
-on H200s kernel time falls 2.7 times, wall time 8 to 11 times. The loop's kernels cannot be timed
-without their launches, because the CPU waits in between. "graph" launches everything at once. The
-loop could not be captured, because it needs the heights on the CPU. "fused" merges the steps around
-the GEMMs into five kernels, such as the choice of experts, sorting, and the weighted sum of a
-token's two results.
+on H200s the kernel time of a trace falls by a factor of 2.7, wall time by 8 to 11. Device time is
+not judged, because the CPU waits in the middle of the loop. "graph" launches everything at once.
+The loop could not be captured, because it needs the heights on the CPU. "fused" merges the steps
+around the GEMMs into five kernels, such as the choice of experts, sorting, and the weighted sum of
+a token's two results.
 
 The library arm of "fused" is the grouped rung, compiled by torch.compile and captured in a graph.
 It takes a tenth longer, with 23 kernels instead of 12. Fused MoE kernels of serving engines (vLLM,
 SGLang) are not measured. The last rung reaches half of the read rate on an H200 and two thirds on
 an H100: the grouped GEMMs read the weights at 0.6 and 0.8 of it and take six sevenths of the kernel
-time. 15x in all was the aim. On H200s 12x to 19x was measured, and 15x on an H100: the time of the
-loop is that of the host's 340 launches.
+time. 15x in all was the aim. On H200s 12x to 20x was measured, and 15x on an H100: the loop takes
+as long as the host needs for its 340 launches.
 
 Each rung is judged against the one before, on wall time. The layer has 512 tokens, a large decode
 batch: about 32 rows per expert, so the limit is reading the weights of all experts, and the
