@@ -6,9 +6,9 @@ prefill   Arithmetic is the limit, so the GEMMs multiply fp8 operands. The kerne
 decode    Reading the weights is the limit. Two matrix-vector kernels convert the weights in
           registers and do not quantize the token. The norm scales the whole token by one
           factor, so the kernel applies it after the product. Weights are copied to shared memory
-          several steps ahead (a software pipeline of asynchronous copies), because a load in
-          registers would keep too few bytes in flight. A block has only two warps: so many blocks
-          are resident that others copy while one adds up its products.
+          several steps ahead (a software pipeline of asynchronous copies), because loads in
+          registers would keep fewer bytes in flight. A block has only two warps, which leaves room
+          for more blocks per SM: others may copy while one adds up its products.
 
 Each row of a weight (an output) and each token has a scale of its own.
 """

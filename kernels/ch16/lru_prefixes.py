@@ -1,7 +1,7 @@
 """Prefix caches with room for a fixed number of tokens; each evicts the least recently used entry.
 
-sessions keeps the kv of each conversation by itself, and finds the one that begins most like the
-         prompt.
+sessions keeps the kv of each conversation by itself, and finds the one with the longest prefix in
+         common with the prompt.
 blocks   keeps every full block of 16 (or 64) tokens under a hash of its own and all earlier tokens.
 radix    keeps a radix tree whose nodes hold consecutive tokens. A prompt that diverges within a
          node splits it; eviction drops leaves.

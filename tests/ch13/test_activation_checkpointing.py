@@ -9,14 +9,14 @@ activation function. Both lose slightly, in memory and in time, to the library a
 compiled by torch.compile with a budget of memory.
 
 The claim is judged on peak memory. The price is time: part of the forward pass runs twice. The
-device time is shown beside the memory. At width 2048 the GEMMs outweigh the host's launches, so
-that this is the price that a user pays: a sixth of the step for the GEMM that "full" repeats, and a
-few percent for the passes over memory that both rungs repeat. The device time rises by 7 % for
-"selective" and 21 % for "full" on an H200, and by 6 % and 20 % on an H100. 12 % and 34 % are
-allowed. The library arms are blocks compiled by torch.compile, which chooses by itself what it
-recomputes, within a budget of memory (activation_memory_budget): with 0.5 it stores what
+device time is shown beside the memory. At width 2048 the GEMMs outweigh the host's launches, so a
+user pays this price: a sixth of the step for the GEMM that "full" repeats, and a few percent for
+the passes over memory that both rungs repeat. The device time rises by 3 to 4 % for "selective" and
+20 % for "full" on an H200. With earlier code on an H100 it rose by 6 % and 20 to 21 %. The bars
+allow 12 % and 34 %. The library arms are blocks compiled by torch.compile, which chooses by itself
+what it recomputes, within a budget of memory (activation_memory_budget): with 0.5 it stores what
 "selective" stores, and with 0 what "full" does. They are slightly better: on an H200 their peak is
-0.5 % and 1 % lower, and the device time rises by 4 % and 18 %.
+0.5 % and 1 % lower, and the device time rises by only 2 % and 16 to 17 %.
 
 The peak falls by 1.7x and 3.8x on both GPUs; the limits are 2x and 10x. More layers, and more
 tokens per unit of width, bring it closer to these limits, because the peak also contains the

@@ -5,22 +5,22 @@ gradients up and calls hooks in Python, and what a hook does is launched kernel 
 hook per parameter clips its gradient and adds it to the momentum. That takes nine short kernels, of
 which five read a matrix of 1 MiB and four compute with a single value: 216 for 24 layers. Compiled
 autograd traces the backward pass when it runs, the hooks included, and compiles all of it: a call
-launches 242 kernels instead of 387, and Python is not called back. The host decides: on an H100 a
-call takes 7 ms instead of 9, of which the kernels take about 1. The host's times vary: calls under
-compiled autograd took 4.5 to 9.1 ms, and the gain was 1.27x in an interval of 1.03 to 1.57.
+launches 242 kernels instead of 387, and no hook runs in Python. The host decides: on H200s a call
+takes 4 to 6 ms instead of 6 to 10, of which the kernels take about 1. So the gain varies with the
+host: 1.25x to 1.64x on H200s, in intervals from 1.02 to 2.07, and 1.27x on an H100 (1.03 to 1.57).
 
 Compiling each hook as a function has no arm here: Python would still call each of them, and check
 before each call whether the compiled code fits.
 
 The library arm does without hooks: a compiled function does the same for all gradients after the
 backward pass. On an H100 it takes about as long as compiled autograd (1.05 times, 0.95 to 1.16),
-and on an H200 longer (1.23 times, 1.11 to 1.36). But it needs no private function of torch, so it
-is the safer choice where all gradients may be kept until then: a hook frees its own at once.
-Compiled autograd finds its compiled pass again by comparing the graph of each call, which takes
-time on the host, and compiles anew if the graph has changed. With larger matrices, the kernels
-outlast their launches, and only the bytes of unfused operations are left to gain. Hooks may not
-change what the backward pass still reads: with hooks that update their parameter, torch 2.11
-computes wrong results under compiled autograd.
+and on H200s longer (1.22 to 1.37 times). But it needs no private function of torch, so it is the
+safer choice where all gradients may be kept until then: a hook frees its own at once. Compiled
+autograd finds its compiled pass again by comparing the graph of each call, which takes time on the
+host, and compiles anew if the graph has changed. With larger matrices, the kernels outlast their
+launches, and only the bytes of unfused operations are left to gain. Hooks may not change what the
+backward pass still reads: with hooks that update their parameter, torch 2.11 computes wrong results
+under compiled autograd.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """A cache that grows reserves less memory with expandable segments than with PyTorch's default.
 
 Each of eight layers appends 128 tokens at a time to its keys and values (torch.cat), up to 2,048
-tokens. So each step allocates a tensor that is a little larger than the one that it frees. By
-default, PyTorch's caching allocator requests a segment of device memory for each tensor above 10
-MiB, and keeps it for later tensors that fit. The next step's are larger, and segments cannot be
+tokens. So each step allocates a tensor that is a little larger than the one it frees. By default,
+PyTorch's caching allocator requests a segment of device memory for each tensor above 10 MiB, and
+keeps it for later tensors that fit. The tensors of the next step are larger, and segments cannot be
 merged: memory that is reserved but not allocated (fragmentation) accumulates until the device is
 full, and only then are unused segments returned. With expandable segments there is one range of
 addresses, into which the allocator maps device memory page by page. Neighboring free blocks merge,
@@ -16,11 +16,10 @@ The score is the memory that PyTorch has reserved after a call, over the size of
 is reserved with expandable segments, on an H200 and on an H100. The test also judges the score
 itself: by default it must be at least 5, and with expandable segments at most 2. 1694 and 382 MiB
 are reserved, and 258 by the library arm. At most 287 MiB are allocated at a time: the caches, and
-the last one's predecessor. The aim for expandable segments was 1.1 times that, and 1.33 times were
-measured on an H200. A likely reason is that a layer frees a block that is too small for its next
-tensor, and that such holes inside the range stay mapped until their neighbors are free; what the
-range held was not examined. The peak of the allocated bytes is a condition that both arms meet:
-what tells them apart is the score and its two bounds.
+the last one's predecessor. The aim for expandable segments was to reserve 1.1 times these 287 MiB.
+It is 1.33 times on an H200. A likely reason is that a layer frees a block that is too small for its
+next tensor, and that such holes inside the range stay mapped until their neighbors are free; what
+the range held was not examined.
 
 The price of mapping is time, which is not judged: each call begins without cached memory, and a
 time that includes requests for device memory says nothing about later calls, which find it mapped.

@@ -8,13 +8,13 @@ implementations process lists of tensors in chunks (multi-tensor apply), so that
 different sizes need few launches.
 
 The ratio of bytes is 2.9x. It is the limit where both reach the same share of copy bandwidth; the
-fused kernel reaches a larger one. The whole call runs at 0.82 of the copy rate on an H200 and at
-0.86 on an H100; two of its four launches are tiny, and a larger model would hide them and the gaps.
-The library arm is the foreach implementation, compiled by torch.compile, which fuses its passes as
-well; on an H200 it takes 14 % longer than the fused kernel. A loop over tensors, which would move
-as many bytes as foreach, with one launch per tensor and operation, is not measured here. The update
-matters in steps with few tokens per parameter. With sharded optimizer states each GPU updates only
-its part.
+fused kernel reaches a larger one. The whole call runs at 0.82 to 0.83 of the copy rate on H200s and
+at 0.86 on an H100. Two of its four launches are tiny; in a larger model, they and the gaps should
+weigh less. The library arm is the foreach implementation, compiled by torch.compile, which fuses
+its passes as well; on H200s it takes 13 to 14 % longer than the fused kernel. A loop over tensors,
+which would move as many bytes as foreach, with one launch per tensor and operation, is not measured
+here. The update matters in steps with few tokens per parameter. With sharded optimizer states each
+GPU updates only its part.
 """
 
 import torch

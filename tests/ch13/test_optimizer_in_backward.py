@@ -11,8 +11,8 @@ recompute each block in the backward pass, ch13/activation_checkpointing), the b
 recomputed, and its gradients. Weights and moments (2.5 GB) exist before the step and do not count;
 with them the peak falls by a fifth.
 
-The device time rises by 3 % on both: the same bytes are updated, a tensor at a time instead of all
-at once. With many small tensors, each needs a launch.
+The device time rises by 3 % on both: the same bytes are updated, one tensor at a time instead of
+all at once. With many small tensors the time should rise more, because each needs a launch.
 
 The hook runs before anything else can look at all gradients. So it excludes clipping by their
 global norm, skipping a step after an overflow, and gradient accumulation, which must keep gradients

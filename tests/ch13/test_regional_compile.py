@@ -7,15 +7,15 @@ So the time to compile should not grow with depth (only 18 layers were measured)
 batch or length costs one block.
 
 The claim is judged on device time after compilation, against eager PyTorch; the library arm is the
-whole model, compiled. In a trace on an H200 the kernels of one call take 10.2 ms in eager PyTorch
-and 7.3 ms in both compiled arms. 1.5x over eager PyTorch was the aim, and 1.4x was measured: in
+whole model, compiled. In traces on H200s the kernels of one call take 10.2 ms in eager PyTorch and
+7.3 to 7.6 ms in both compiled arms. 1.5x over eager PyTorch was the aim, and 1.4x was measured: in
 each arm, the products and attention, which are the same kernels, take 6.3 ms. Compiled whole, the
-model takes 1.00 times as long as block by block on an H200 (0.99 to 1.00) and 1.02 times on an H100
-(0.98 to 1.06): between blocks nothing is fused, which leaves 201 kernels instead of 182, but that
-costs no time. Wall time is not judged, because it depends on how quickly the host launches. The CPU
+model takes 0.98 to 1.01 times as long as block by block on H200s, and 1.02 times on an H100 (0.98
+to 1.06). Nothing is fused between blocks, which leaves 201 kernels instead of 182, but that costs
+at most 2 %. Wall time is not judged, because it depends on how quickly the host launches. The CPU
 time of the first call is required as well: block by block, it must be at most a third of that of
-the whole model. A fifth was the aim. It was 1.6 s instead of 12.9 on an H100, and 2.5 to 3.1 s
-instead of 12.3 to 14.7 on H200s; a process compiles once, so this figure has no interval.
+the whole model. A fifth was the aim. It was 1.6 s instead of 12.9 on an H100, and 2.3 to 3.1 s
+instead of 11.1 to 14.7 on H200s. A process compiles once, so this figure has no interval.
 
 In all arms the rotations of the positions are tables: computed in the model, they would be fused
 into the kernels of each layer when it is compiled whole, and computed 18 times. Each call of a

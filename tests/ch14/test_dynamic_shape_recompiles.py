@@ -13,13 +13,13 @@ of 300 prompts of a gated MLP. Their lengths are drawn anew from the quantiles o
 inference trace of 2023 (conversations). How often a length or a bucket recurs follows from them.
 Recompilations are counted, not timed: the time of a compilation depends on the host and on the
 compiler's cache, which holds the code of earlier runs. So the backend compiles nothing; it counts
-and runs each graph eagerly. What a compilation costs is recorded elsewhere: in the first call on
-the host of an H200, 3 s of CPU time for a decoder block (ch13/regional_compile) and 16 s for a
-decoder of a billion weights (test_compile_large_model.py). 5x in the time of all calls with their
-compilations was the aim, and is not judged. Neither is the price of the saved compilations: kernels
-for one length know where their last tile ends, kernels with symbolic sizes must check it, and
-padding to a power of two computes half as many tokens again. A service whose prompts have few
-different lengths gains nothing. CUDA graphs need fixed shapes, so decoding prefers buckets.
+and runs each graph eagerly. What a compilation costs is recorded elsewhere. On the hosts of H200s,
+the first call takes 2 to 3 s of CPU time if a decoder block is compiled (ch13/regional_compile),
+and 14 to 17 s for a decoder of a billion weights (test_compile_large_model.py). 5x in the time of
+all calls with their compilations was the aim, and is not judged. Neither is the price of the saved
+compilations: kernels with symbolic sizes must check where their last tile ends, and padding to a
+power of two computes half as many tokens again. A service whose prompts have few different lengths
+gains nothing. CUDA graphs need fixed shapes, so decoding prefers buckets.
 """
 
 from functools import partial

@@ -6,13 +6,13 @@ the CPU waits for the GPU, and the code after the `if` becomes another graph; no
 break. With torch.where both outcomes are computed and the GPU selects one: one graph, no
 synchronization.
 
-The claim is judged on wall time. The layer is small. On the host of an H200, 521 µs become 218
-without its three breaks, so a break costs 101 µs; on other hosts it cost 63 and 83. The gain
-shrinks with the width of the layer and ends where the work between two decisions takes much longer
-than a break. torch.where loses where the branch not taken is expensive. The library arm has
-torch.cond, which keeps such a branch in the graph and runs one of the two; but the generated code
-reads the condition on the CPU, so it waits for the GPU, as the baseline does. On an H200 it takes
-1.5 times as long as torch.where.
+The claim is judged on wall time. The layer is small. On H200s, 317 to 572 µs become 130 to 232
+without the three breaks, so a break costs 62 to 113 µs, depending on the host. The gain shrinks
+with the width of the layer and ends where the work between two decisions takes much longer than a
+break. torch.where loses where the branch not taken is expensive. The library arm has torch.cond,
+which keeps such a branch in the graph and runs one of the two; but the generated code reads the
+condition on the CPU, so it waits for the GPU, as the baseline does. On H200s it takes 1.5 times as
+long as torch.where.
 """
 
 import torch

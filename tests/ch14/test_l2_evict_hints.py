@@ -10,13 +10,13 @@ table stays.
 
 The kernels are the same otherwise. The limit is the traffic without the table: 8 KiB of the 12 KiB
 that a row takes if none of the table is in the cache. 1.3x was the aim. On an H100 it is 1.11x,
-because the default policy, too, keeps most of the table: with the hints, device memory moves only
-12 % fewer bytes, which allows 1.14x. On an H200 it moves 13 % fewer, and the gain is 1.08x; why
-that is less was not measured. There is nothing to gain from a table that is small, because it stays
-anyway, or from one that is larger than the cache; nor if few ids take most of the uses.
-``evict_last`` for the table is not a rung, because its lines would stay in the cache after the
-call, and take that space from whatever runs next. The library arm is torch.compile, which is as
-fast as the baseline.
+because the default policy also keeps most of the table: with the hints, device memory moves 12 %
+fewer bytes, which allows 1.14x. On an H200 it moves 13 % fewer, and the gain is 1.08x; why that is
+less was not measured. There is nothing to gain from a table that is small, because it stays anyway,
+or from one that is larger than the cache; nor if few ids take most of the uses. ``evict_last`` for
+the table is not a rung, because its lines would stay in the cache after the call, and take that
+space from whatever runs next. The library arm is torch.compile, which is about as fast as the
+baseline.
 """
 
 import torch

@@ -4,7 +4,7 @@ Written as separate operations, softmax runs five kernels (max, subtraction, exp
 division), and rows of 8192 columns pass through memory eight times: five reads and three writes.
 "one_call" compares them, as a naive baseline, with torch.softmax, which is one kernel. It loses to
 torch.compile of the same operations, the library arm, which takes 0.54 of its time on an H200 and
-0.62 on an H100. The other rungs beat the library arm on an H200, by 1.10x and 1.12x. On an H100,
+0.62 on an H100. The other rungs beat the library arm on H200s, by 1.10x to 1.13x. On an H100,
 "online" is 3 % slower than it, and "resident" is as fast.
 
 The other rungs are judged against torch.softmax. Each row must be read and written at least once,

@@ -6,16 +6,16 @@ crosses it as codes of one byte per value and one fp32 scale. Both arms run the 
 operations with the same rounding, so the codes are equal to the last bit; only their place differs.
 On the host, torch.compile fuses the operations into one loop with a thread per core.
 
-The claim is judged on wall time until the codes are in pinned host memory. In a trace on an H200
-the copies take 2.4 to 2.6 and 0.6 ms, as their bytes do, and the kernels of the GPU 0.4 ms. So the
-copy of fp32 alone takes more than twice as long as the optimized arm in all. The rest of the gain
-is the host's arithmetic, and depends on its cores: copy and arithmetic together took 6 ms beside an
-H100, and 5 to 25 ms beside H200s, more than half of it for the arithmetic. A loop that reads and
-writes 150 GB/s would take 1.1 ms, which leaves 3.5x. Copying and quantizing in parts would hide the
-arithmetic behind the copy: at best the copy alone is left, and the gain falls to 2.3x to 2.5x on an
-H200. That is not measured here. The GPU runs each operation as a kernel of its own; fused, they
-would take less, but the copy outweighs them. The gain ends where the host needs the full precision,
-and shrinks for fp16 and bf16 to half.
+The claim is judged on wall time until the codes are in pinned host memory. In traces on H200s the
+copies take 2.4 to 2.6 and 0.6 ms, in proportion to their bytes, and the kernels of the GPU 0.4 ms.
+So the copy of fp32 alone takes more than twice as long as the optimized arm in all. The rest of the
+gain is the host's arithmetic, and depends on its cores: copy and arithmetic together took 6 ms
+beside an H100, and 5 to 22 ms beside H200s, half of it or more for the arithmetic. A loop that
+reads and writes 150 GB/s would take 1.1 ms, which leaves 3.5x. Copying and quantizing in parts
+would hide the arithmetic behind the copy: at best the copy alone is left, and the gain falls to
+2.3x to 2.5x on an H200. That is not measured here. The GPU runs each operation as a kernel of its
+own; fused, they would take less, but the copy outweighs them. The gain ends where the host needs
+the full precision, and shrinks for fp16 and bf16 to half.
 """
 
 import pytest

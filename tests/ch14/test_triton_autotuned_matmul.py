@@ -1,14 +1,14 @@
 """Larger tiles, then tile order and tuning together, make a Triton GEMM nearly as fast as cuBLAS.
 
-A 64x64 tile of the result does 32 multiplications per value that it loads, and the tensor cores
+A 64x64 tile of the result does 32 multiplications per value that it loads, and the tensor cores may
 wait for the traffic between L2 and the SMs. A 128x256 tile loads three eighths as much ("larger",
 which also doubles the depth of a step and the warps). "grouped" runs the same tiles in grouped tile
 order (L2 swizzle): those that run at the same time share more rows and columns, so more than a
 third less is read from device memory. "autotuned" times five schedules in this order at its first
 call, outside the timed region, and keeps the fastest, because the best schedule differs between
-GPUs. "larger" reaches 0.85 of the speed of cuBLAS, the library arm, and "autotuned" 0.97 on an H200
-and 0.96 on an H100. The order alone gains 1 to 6 % on an H200 and 5 % on an H100; what "larger"
-waits for was not measured.
+GPUs. "larger" reaches 0.85 of the speed of cuBLAS, the library arm, and "autotuned" 0.96 to 0.98.
+The order alone gains 1 to 6 % on H200s and 3 to 5 % on H100s; what "larger" waits for was not
+measured.
 
 Both "grouped" and "autotuned" are judged against "larger". So in "autotuned" two things change
 together: the order and the schedule. "grouped" is itself one of the five schedules, and tuning may

@@ -4,16 +4,16 @@ The keys and values of a token depend only on the tokens before it and never cha
 cache, each new token runs the whole prefix through all layers; a text of n tokens costs n * n / 2
 token passes. With a cache ("concat", judged against recomputation) each token runs once, and reads
 the weights and the cache. In operations the gain is the length of the prefix, here 512 tokens. In
-time it is far less, 14x on an H100 and 19x on an H200, because a single token per text is bound by
-reading the weights and the cache, while the prefix is bound by arithmetic. Four layers of width
+time it is far less, 14x on H100s and 18x to 19x on H200s, because a single token per text is bound
+by reading the weights and the cache, while the prefix is bound by arithmetic. Four layers of width
 2048 with heads of 128 channels decode two tokens of 64 texts.
 
 The obvious cache grows with `torch.cat`, which allocates and copies all of it for each token: a
 read, a write, and another read by attention. A slab of the final length ("slab", judged against
 concat) takes the new keys and values in place, so that only attention's read remains. The limit is
-3x where the cache outweighs the weights; short prefixes gain nothing. On an H100 and an H200 the
-gain is 2.0x: of the 1.3 ms that the kernels of "slab" take on an H100, attention takes 0.8, and the
-products and small kernels that "concat" has as well take the rest. The price is memory reserved for
+3x where the cache outweighs the weights; short prefixes gain nothing. The gain is 1.9x on H200s and
+2.0x on H100s. Of the 1.3 ms that the kernels of "slab" take on an H100, attention takes 0.8. The
+rest are products and small kernels that "concat" runs as well. The price is memory reserved for
 tokens that may never come, which paging avoids (ch15/paged_kv_admission_host).
 """
 

@@ -9,11 +9,11 @@ which character follows which pair, "small_model" with one trained layer. With a
 `a`, `k` drafted tokens and a draft that costs `c` passes per token, tokens per pass are (1 -
 a^(k+1)) / (1 - a), and the limit of the speedup is that divided by 1 + k c.
 
-On an H200 "ngram" yields 1.9 tokens per pass and "small_model" 2.7. What a round costs (1 + k c)
-was measured on an H100 only: 1.06 and 1.18 passes of one token. That limits the speedup to 1.8x and
-2.3x; an H200 reaches 1.74x and 2.22x. The test asserts that the gain is at least 90 % of the limit,
-for these costs of a round and the tokens per pass of the same run. They are counted in other calls
-than those that are timed, so a measured gain can even exceed its limit.
+On H200s "ngram" yields 1.9 tokens per pass and "small_model" 2.6 to 2.8. The cost `1 + k c` of a
+round was measured on an H100 only: it is 1.06 and 1.18 passes of one token. That limits the speedup
+to 1.8x and 2.2x to 2.3x; H200s reach 1.7x and 2.1x to 2.2x. The test asserts that the gain is at
+least 90 % of the limit, for these costs of a round and the tokens per pass of the same run. The
+tokens are counted in other calls than the timed ones, so a measured gain can even exceed its limit.
 
 In "untrained" the roles are swapped, and the baseline is naive: one pass per token beats
 speculation whose draft is hardly ever accepted, because then each round costs more than a pass and
@@ -24,12 +24,12 @@ The model has eight layers of width 4096 in bf16. No model of that size can be t
 so one of width 256 is trained on the documentation of Python, and embedded in the wide one, which
 predicts the same. This favors the drafts: a small model is easier to guess than one that makes use
 of 4,096 channels, and a draft costs less beside the wide one. With a pair of trained models, `a`
-and `c` differ, and the formula above gives the gain. Tokens are sampled at
-temperature 1, because greedy texts of small models repeat themselves, which makes drafting easy.
-Rounding must not change a token: where in fp64 the two best tokens are nearly equal, the noise that
-decides is drawn again. This excludes close decisions, in which a draft is often wrong, so the
-acceptance rate is slightly higher than without. The gain ends with larger batches: from some dozens
-of sequences, the arithmetic of a pass is no longer free.
+and `c` differ, and the formula above gives the limit. Tokens are sampled at temperature 1, because
+greedy texts of small models repeat themselves, which makes drafting easy. Rounding must not change
+a token: where in fp64 the two best tokens are nearly equal, the noise that decides is drawn again.
+This excludes close decisions, in which a draft is often wrong, so the acceptance rate is slightly
+higher than without. Larger batches were not measured: from some dozens of sequences, the arithmetic
+of a pass should no longer be free.
 """
 
 from functools import cache

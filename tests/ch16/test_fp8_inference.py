@@ -5,9 +5,9 @@ the rate of bf16. The tokens must be quantized for that, each with a scale of it
 pass for it would read and write the tokens once more, so the kernels that normalize and that apply
 the gate quantize as they write. "decode" runs one token and is bound by reading the weights, which
 take half the bytes in fp8; they are converted in registers and multiplied with the unquantized
-token. Compared with torch.compile's own fp8 kernels, the library arms, "prefill" is 2 to 3 % faster
-on an H200 and was equally fast on an H100, and "decode" is about 6 % faster on an H200. fp8
-products for a single token (`torch._scaled_mm`) were not compared.
+token. Compared with torch.compile's own fp8 kernels, the library arms, "prefill" is 3 % faster on
+H200s, and "decode" 6 to 9 %. On an H100, "prefill" of earlier code was equally fast. fp8 products
+for a single token (`torch._scaled_mm`) were not compared.
 
 The baseline is the same gated MLP in bf16 under torch.compile. The library arms are the same two
 methods as torch.compile fuses them: quantization of the tokens around PyTorch's fp8 GEMM
@@ -19,15 +19,15 @@ loaded, with one scale per output. The results differ by some percent of a typic
 Twice the arithmetic rate and half the bytes allow a gain of 2x. The GEMMs of "prefill" reach about
 that; norm, gate and residual, 73 µs of its 602 on an H200, take longer than in bf16. Both fp8 arms
 call the same GEMMs there, and the hand-written kernel for the gate takes 52 µs where
-torch.compile's takes 68. In decode, the shorter a kernel is, the more its start and its end weigh:
-in a trace on an H200, the baseline's two GEMMs read at 4.1 and 3.8 TB/s (the second adds up its
-split sums in a kernel of its own), the hand-written kernels, which read half as many bytes, at 3.9
-and 3.7, and torch.compile's at 3.8 and 3.2. The baseline and torch.compile also need short kernels,
-for norm and gate. The number of warps matters most: with four per block instead of two, the same
-kernels took 62 µs instead of 55, alone and one after the other. Launching the second kernel while
-the first one runs, and fetching its first weights into L2 meanwhile, gained 1 % and was left out.
-(These times are of a search over tiles and warps that is not part of the claim.) Some dozens of
-tokens, between the two phases, were not measured.
+torch.compile's takes 68. In a trace of decode on an H200, the baseline's two GEMMs read at 4.1 and
+3.8 TB/s (the second adds up its split sums in a kernel of its own). The hand-written kernels, which
+read half as many bytes, reach 3.9 and 3.7, and torch.compile's 3.8 and 3.2: in shorter kernels, the
+start and the end may weigh more. The baseline and torch.compile also need short kernels, for norm
+and gate. In a search over tiles and warps, which is not part of the claim, the number of warps
+mattered most: with four per block instead of two, the two kernels took 62 µs instead of 55.
+Launching the second kernel while the first one runs, and fetching its first weights into L2
+meanwhile, gained 1 % there and was left out. Some dozens of tokens, between the two phases, were
+not measured.
 """
 
 from functools import partial

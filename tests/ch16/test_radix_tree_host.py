@@ -2,15 +2,15 @@
 
 The keys and values (KV) of a token depend only on the tokens before it, so prompts with a common
 prefix can share them. The requests here are turns of chats: one of four system prompts, followed by
-the chat so far. A cache that keeps the KV of each chat by itself, and takes the one with the
-longest common prefix, already finds the chat so far; but every chat stores the system prompt again,
-and older chats lose that room. "blocks" hashes each block of 16 tokens together with all tokens
-before it (automatic prefix caching in vLLM), so a system prompt is stored once, and finds the
-longest cached prefix in whole blocks. "radix" is judged against "blocks": a radix tree
-(RadixAttention in SGLang) finds the last partial block as well, half a block per request on
-average, so its advantage is one or two per cent here. "radix_64" is judged against blocks of 64
-tokens, the page size of some attention kernels, which leave four times as much: the tree reuses 9 %
-more tokens than these.
+the chat so far. The baseline keeps the KV of each chat by itself and takes the one with the longest
+common prefix. It already finds the chat so far, but every chat stores the system prompt again, and
+older chats lose that room. "blocks" hashes each block of 16 tokens together with all tokens before
+it (automatic prefix caching in vLLM). So a system prompt is stored once, and the longest cached
+prefix is found in whole blocks. "radix", a radix tree (RadixAttention in SGLang), is judged against
+"blocks". It finds the last partial block as well, half a block per request on average, so its
+advantage is one or two percent here. "radix_64" is judged against blocks of 64 tokens, the page
+size of some attention kernels. Their partial blocks are four times as large: the tree reuses 9 %
+more tokens than they do.
 
 All caches have room for the same number of tokens, which is checked after each request, and evict
 the least recently used; the tree evicts leaves, so a prefix outlives its continuations. The score
