@@ -2,15 +2,15 @@
 //
 // The matrix has 128 rows, and each thread transforms one column: seven stages of 64 butterflies
 // (a, b) -> (a + b, a - b), after which every output depends on every input. All 128 values are
-// live throughout, as in a GEMM whose threads hold 128 accumulators, so a thread needs 206
-// of the SM's 65536 registers. Both kernels are launched with blocks of 128 threads.
+// live throughout, as in a GEMM whose threads hold 128 accumulators, so a thread needs more than
+// 128 of the SM's 65536 registers. Both kernels are launched with blocks of 128 threads.
 //
 //   any_block   __launch_bounds__(1024) allows every block size up to the largest. A block of 1024
 //               threads must fit the SM, so the compiler may use 64 registers per thread. The other
 //               values spill to local memory, which is device memory behind the L1 and L2: most
 //               stages store them there and load them again.
 //   matched     __launch_bounds__(128) states the block size of the launch: each thread may have
-//               the 255 registers that an instruction can address, and takes a little over 200. Two
+//               the 255 registers that an instruction can address, and the compiler uses 206. Two
 //               blocks are resident. Without bounds the compiler makes the same code.
 //
 // Each thread has 128 independent loads in flight. They hide the latency that more resident threads

@@ -14,7 +14,7 @@
 //   vector             16 bytes per thread: 4 times the bytes in flight with a quarter of the
 //                      instructions.
 //   vector_unrolled    Four 16-byte loads per thread, all issued before the first store. Once
-//                      memory is saturated, more loads in flight only wait longer.
+//                      memory is saturated, more loads in flight gain nothing.
 //
 // cuda_memcpy calls cudaMemcpyAsync, the copy of the CUDA runtime.
 

@@ -10,8 +10,8 @@ bytes per element and rotation, at 128 bytes per clock and SM. Both arms are loo
 the conflicts, so the baseline is declared naive. A rotation writes a row (1 clock per warp in
 either layout) and reads a column (32 clocks against 1), which limits the gain to 33 / 2. On an H200
 the two layouts reach 13.4x, and their tiles move 25.8 TB/s through shared memory, 77 % of the 33.5
-TB/s that 132 SMs have at 1980 MHz. Of the 163 µs, shared memory takes 126 at its full rate; loading
-and storing the tiles takes 16 at most, since other blocks hide a part; and the last round, in which
+TB/s that 132 SMs have at 1980 MHz. Of the 163 µs, shared memory takes 126 at its full rate. Loading
+and storing the tiles takes 16 at most, since other blocks hide a part. The last round, in which
 some SMs idle (8192 tiles fill the GPU 7.8 times), takes 5 at most. At least 16 µs are unexplained:
 probably the barriers, since all warps of a block wait for each other after each write and after
 each read. `work` is omitted, since it counts device memory, which is not the limit. A tile that is

@@ -5,28 +5,28 @@ instructions run. The CPU does not wait for the decision: it predicts it from th
 wrong guess discards what was done since. On random data with half of the elements below the limit,
 every second guess is wrong. The branchless loop always stores the element and advances the output
 by the result of the comparison, 0 or 1: it stores more, but has nothing to predict. On a host with
-32 CPUs the branch takes 6.3 ms for a million elements and the branchless loop 1.06 ms: if every
-second guess is wrong, each wrong one costs nearly 10 ns.
+32 CPUs the branch takes 6.3 ms for a million elements and the branchless loop 1.06 ms. If every
+second guess is wrong, each wrong one costs about 10 ns.
 
 "half" filters random data at its median, the worst case for the branch. "rare" keeps 10 % of the
 elements: a branch predicted as never taken would be wrong every tenth time, and the gain is smaller
-(2.4x instead of 6.0x). A predictor that looks for patterns in random data can be wrong more often.
-"sorted" shows where the gain ends: the same data as in "half", but sorted, so that the branch goes
-one way for the first half and the other way for the second. The prediction is wrong about once, and
-the branchless loop may even lose, because it stores every element. On the same host it takes 1.12
-times as long (1.00 to 1.26). It is only required to take at most 1.43 times as long, and no bound
-tests that its gain has ended. Unsorted data of which almost all or almost no elements are kept are
-predicted as well. If the skipped work is more than one store, the branch even wins there.
+(2.4x instead of 6.0x). A predictor that finds patterns in random data can be wrong more often.
+"sorted" shows where the gain ends: the data of "half" in sorted order, so that the branch goes one
+way for the first half and the other way for the second. The prediction is wrong about once, and the
+branchless loop may even lose, because it stores every element. On the same host it takes 1.12 times
+as long (1.00 to 1.26). It is only required to take at most 1.43 times as long, and no bound tests
+that its gain has ended. If almost all or almost no elements are kept, unsorted data are predicted
+as well. There the branch may win by more if it skips more work than one store.
 
 Virtual machines usually offer no counter of mispredictions; a test beside the claim checks that the
 compiler's code branches on the comparison in one loop and not in the other. A million elements are
-more than the predictor can memorize. If the same few thousand elements are filtered again and
-again, it learns them, and the gain nearly vanishes: a benchmark that small misleads. AVX-512 has an
-instruction that filters 16 floats at once (vcompressps), the expert's choice where it exists. It is
-no arm here, because the loops are compiled for any CPU of the architecture. np.compress, the
-library arm, writes a mask first and reads it again: it takes 2.2, 3.3 and 1.5 times as long as the
-branchless loop on the same host. Compilers turn simple branches into selects by themselves, but not
-this one: they must not add a store.
+more than the predictor can memorize. If a benchmark filters the same few thousand elements again
+and again, the predictor may learn them, and the gain shrinks. AVX-512 has an instruction that
+filters 16 floats at once (vcompressps), the expert's choice where it exists. It is no arm here,
+because the loops are compiled for any CPU of the architecture. np.compress, the library arm, writes
+a mask first and reads it again. On the same host it takes 2.2 ("half"), 3.3 ("rare") and 1.5 times
+("sorted") as long as the branchless loop. Compilers turn simple branches into selects by
+themselves, but not this one: they must not add a store.
 """
 
 import platform

@@ -6,15 +6,15 @@ too little to saturate fast memory. With four, a thread has four loads in flight
 first. The FMAs of one element also fill the latency of another's, but that hardly counts here: a
 plain copy with one element per thread is hardly faster (ch07/vectorized_copy). The accesses are as
 wide and as coalesced as before. More elements per thread are also fewer blocks to start and end;
-how much of the gain that brings was not measured. torch.compile of the polynomial, the library arm,
-has several elements per thread as well, with wider accesses: on an H200 it is as fast as "four",
-and faster than "two" and "eight".
+how much of the gain that brings was not measured. The library arm is torch.compile of the
+polynomial. On H200s it is always faster than "two". In all sessions but one it is as fast as "four"
+and 3 % faster than "eight"; in that one it takes 9 % longer than "four", and why was not examined.
 
 The limit is memory bandwidth. "four" reaches 97 % of the copy rate on an H200. "eight" is slower
 than "four", by 3 % on an H200 and 1 % on an H100: once bandwidth is reached, more loads in flight
 cannot help. What makes it slower was not measured; it is not occupancy, because its 22 registers
 per thread still let 2048 threads fit an SM. Where one load per thread already saturates memory
-(16-byte loads), there is nothing to gain; where memory is slower, there is less: 1.26x on an H100
+(16-byte loads), there is nothing to gain; where memory is slower, there is less: 1.27x on an H100
 against 1.58x on an H200.
 """
 

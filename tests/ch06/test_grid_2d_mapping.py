@@ -4,18 +4,18 @@ The 32 lanes of a warp have consecutive threadIdx.x. If x counts columns, they a
 floats: 4 sectors of 32 bytes. If x counts rows, they access 32 sectors for the same 128 bytes, and
 the load/store units process them one after the other. Only two indices are exchanged ("x_fast").
 Then each thread takes four columns, 32 apart, which are loaded before the first is stored
-("x_fast_four"), and at last four neighboring ones with 16-byte accesses ("x_fast_vec4"). That
-keeps as many bytes in flight, so the last rung claims parity: it is 2 % faster on an H200 and as
-fast on an H100. Each rung is measured against the one before it. torch.addcmul, the library arm, is
-faster than x_fast and slower than the rungs with four columns per thread.
+("x_fast_four"), and at last four neighboring ones with 16-byte accesses ("x_fast_vec4"). The last
+rung has as many bytes in flight as the one before it, so it claims parity: it is 2 % faster on an
+H200 and as fast on an H100. Each rung is measured against the one before it. torch.addcmul, the
+library arm, is faster than x_fast and slower than the rungs with four columns per thread.
 
 The first baseline is naive, because the mistake is the subject: (row, column) is the order of
-mathematics, (x, y) that of CUDA. The gain of x_fast, 4.6x on an H200, is not 8x, the ratio of the
-sectors. The eight warps of a block use the eight floats of each sector, so caches can serve most of
-the extra accesses. And with one load per thread, x_fast itself reaches only 56 % of the copy rate;
-the last rung is 7.8 times as fast as the first baseline. The limit is the memory bandwidth of one
-read and one write. A kernel that has to access two matrices along different axes, such as a
-transpose, has no such mapping and needs shared memory (ch07/transpose_ladder).
+mathematics, (x, y) that of CUDA. The gain of x_fast, 4.5x to 4.6x on H200s, is not 8x, the ratio of
+the sectors. The eight warps of a block use the eight floats of each sector, so caches can serve
+most of the extra accesses. And with one load per thread, x_fast itself reaches only 56 % of the
+copy rate; the last rung is 7.8 times as fast as the first baseline. The limit is the memory
+bandwidth of one read and one write. A kernel that has to access two matrices along different axes,
+such as a transpose, has no such mapping and needs shared memory (ch07/transpose_ladder).
 """
 
 import pytest

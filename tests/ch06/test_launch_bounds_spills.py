@@ -2,10 +2,10 @@
 
 `__launch_bounds__(1024)` makes a kernel safe for every block size: 1024 threads must fit the SM, so
 each may use 64 of the SM's 65536 registers. A thread that holds 128 values needs more than 128. The
-rest goes to local memory, which is device memory behind the caches: two kilobytes of spill stores
-and as many of spill loads per thread, where the transform itself moves one kilobyte. In SASS they
-are STL and LDL (store and load local): 503 STL in the baseline, none in the optimized arm. Both
-arms are launched with blocks of 128 threads, and only the bounds differ.
+rest spills to local memory, which is device memory behind the caches. Each thread stores two
+kilobytes of spills and loads about as many, where the transform itself moves one kilobyte. In SASS
+they are STL and LDL (store and load local): 503 STL in the baseline, none in the optimized arm.
+Both arms are launched with blocks of 128 threads, and only the bounds differ.
 
 The optimized arm is bounded by 128, the block size of its launch, and the compiler uses 206
 registers. Without any bound it makes the same code, and most kernels have none, so the baseline is

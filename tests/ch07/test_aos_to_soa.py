@@ -6,18 +6,18 @@ apart. Memory transfers whole sectors of 32 bytes, and a lone sector costs a DRA
 bytes, so each 4-byte field costs as much as the whole particle. In a structure of arrays (SoA,
 "soa"), or an array of structures of arrays of 32 ("aosoa"), the lanes of a warp read neighboring
 floats: whole sectors. Both are measured against AoS, the first arm, and only the layout differs.
-Neighboring floats can also be loaded 16 bytes at a time, which gains another 1.52x on an H200
+Neighboring floats can also be loaded 16 bytes at a time, which gains another 1.5x on an H200
 ("soa_vector", measured against "soa"): 7.9x over AoS. The groups of "aosoa" would allow that as
-well; it is not measured. "aosoa" takes 6 % longer than "soa" on an H200; why was not measured. The
+well, but no arm does it. "aosoa" takes 6 % longer than "soa" on an H200; why was not measured. The
 library arm, torch.mul on the array of the field, is as fast as "soa_vector" and faster than the
-rungs with 4-byte loads. Both reach 94 % of the copy rate, 4.1 TB/s; what takes the rest was not
+rungs with 4-byte loads. Both reach 92 to 95 % of the copy rate; what takes the rest was not
 measured.
 
 The gain is limited by the bytes per particle: 64 read and 4 written against 4 and 4, which is 8.5x.
 It shrinks with every further field that is used, and a kernel that uses all fields of each particle
 gains nothing in bytes. Then an AoSoA keeps a particle's fields near each other. Converting between
-layouts costs a pass over all fields, which is not counted: the claim is about data that are kept in
-a layout.
+layouts costs a pass over all fields, which is not timed: the data are assumed to stay in one
+layout.
 """
 
 import pytest

@@ -3,17 +3,17 @@
 The L1 and L2 caches transfer sectors of 32 bytes. Lanes that are 32 floats apart touch one sector
 each and use 4 bytes of it: 8 times the sectors. Device memory transfers 64 bytes per access, two
 sectors. By the time the next column needs them, the L2 has evicted them, so each float costs 64
-bytes read and 64 bytes written: the copy moves 16 times the bytes, and takes 16 times as long on an
+bytes read and 64 bytes written. The copy moves 16 times the bytes, and takes 16 times as long on an
 H200 and 18 times on an H100. Lanes on neighboring floats use whole accesses. cudaMemcpyAsync, the
-library arm, is another 1.53x faster on an H200 and 1.23x on an H100: 4-byte loads do not reach the
-speed of memory (test_vectorized_copy.py).
+library arm, is 1.5 times as fast as that on an H200 and 1.23 times on an H100: 4-byte loads do not
+reach the speed of memory (test_vectorized_copy.py).
 
 The baseline is naive because the stride is the subject. The effect needs data well beyond the L2,
 which otherwise keeps the sectors until all of their bytes are used. The limit is the speed of
 device memory, reading and writing. Neither arm reaches it: counting the bytes that DRAM really
-moves, both run at about two thirds of the rate of a copy on an H200. On an H100 the strided copy
-reaches 70 % and the coalesced one 80 %, hence the 18 times. Compared with a copy at full speed, the
-stride costs 25x on an H200 and 23x on an H100.
+moves, both run at 63 to 65 % of the rate of a copy on an H200. On an H100 the strided copy reaches
+70 % and the coalesced one 80 %, hence the 18 times. Compared with a copy at full speed, the stride
+costs 25x on an H200 and 23x on an H100.
 """
 
 import torch

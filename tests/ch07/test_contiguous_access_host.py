@@ -6,11 +6,11 @@ it is used. Stored as one array per field (SoA, structure of arrays), the floats
 side by side: a sixteenth of the lines, and every byte of them is used.
 
 The traffic is a sixteenth, so the gain is 16x where memory bandwidth limits both sums. It is larger
-where only the small array fits in a cache: 4 MiB may stay in the L3 cache from one call to the next
-while 64 MiB of records do not. It is smaller where the additions limit the contiguous sum, or where
-the records fit in a cache, too. On a host with 16 logical CPUs the gain is 8.3x (6.8 to 10.1): the
-sum over the records fetches 12 GB/s of lines and the contiguous one reads 6 GB/s, so the additions
-probably limit that one; it was not measured. Hosts offer no counter of the lines here; a test
+where only the small array fits in a cache: 4 MiB may stay in the L3 cache between calls, and 64 MiB
+of records may not. It is smaller where the additions limit the contiguous sum, or where the records
+fit in a cache, too. On a host with 16 logical CPUs the gain is 8.3x (6.8 to 10.1). The sum over the
+records fetches 12 GB/s of lines and the contiguous one reads 6 GB/s, so the additions probably
+limit the contiguous sum; that was not measured. Hosts offer no counter of the lines here; a test
 beside the claim counts those in which the elements of either array lie. Code that needs most fields
 of a few random records is the opposite case: there a record is one cache miss, and separate arrays
 are one per field.

@@ -5,20 +5,20 @@ more in each further one, and a thread has only 4 bytes in flight. With shuffles
 values without shared memory and one barrier is left ("shuffle"), but each thread still reads one
 element and takes part in a reduction for it. "grid_stride" starts only as many blocks as the SMs
 hold at once. Their threads walk through the whole array in steps of the size of the grid (a
-grid-stride loop), add into registers, and combine their sums once at the end, with one atomicAdd
-per block instead of further passes. The three come as one rung: only with few blocks is one
-atomicAdd each cheap, and only with a loop do few blocks cover the array. With 4 bytes in flight per
-thread, this rung reaches half of the read rate on an H200, where "shuffle" has a quarter.
-"in_flight" loads four elements per thread before it adds them, and reaches nine tenths. In "wide"
-each of these loads has 16 bytes instead of 4, and nothing else changes; it gains only 4 % on an
-H200 and 2 % on an H100, because the loads of 4 bytes keep memory busy already. All rungs but "wide"
-are slower than CUB, the library arm.
+grid-stride loop) and add into registers. They combine their sums once at the end, with one
+atomicAdd per block instead of further passes. Few blocks, the loop and the atomicAdd come as one
+rung: only with few blocks is one atomicAdd each cheap, and only with a loop do few blocks cover the
+array. With 4 bytes in flight per thread, this rung reaches half of the read rate on an H200, where
+"shuffle" has a quarter. "in_flight" loads four elements per thread before it adds them, and reaches
+nine tenths. In "wide" each of these loads has 16 bytes instead of 4, and nothing else changes. It
+gains only 4 % on an H200 and 2 % on an H100, because the loads of 4 bytes keep memory busy already.
+All rungs but "wide" are slower than CUB, the library arm.
 
-Each rung is measured against the one before it; the last one beats CUB by 2 % on an H200 and 1 % on
-an H100: it reads no faster, but CUB combines its sums in a second kernel. The limit is one read of
-the array at memory bandwidth. On short arrays, launches and the final combination cost more than
-the bytes. The summands are positive, so a different order of additions changes only the last bits.
-The last ones are larger, so that the sum is wrong without them.
+Each rung is measured against the one before it. The last one beats CUB by 1 to 2 % on H200s and 1 %
+on an H100, most likely because CUB combines its sums in a second kernel. The limit is one read of
+the array at memory bandwidth. On short arrays, launches and the final combination may cost more
+than the bytes. The summands are positive, so a different order of additions changes only the last
+bits. The last ones are larger, so that the sum is wrong without them.
 """
 
 import pytest

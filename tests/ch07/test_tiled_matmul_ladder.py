@@ -3,22 +3,22 @@
 Each output takes k multiply-adds (FMAs) with two operands each, and an SM executes more FMAs than
 it can load operands. So each step saves loads, until the next limit takes over. "coalesced" only
 exchanges the indices. In "naive", the lanes of a warp walk down a column, whose elements are a row
-of 16 KiB apart. So a warp touches 33 cache lines per k, and the L1 looks them up one by one: 33
-clocks per k make 0.27 s at 1980 MHz, and 0.276 s are measured, on an H200 as on an H100. So it is
-the lookups that count, not the power of two between the rows; "coalesced" touches 2 lines. That
-allows up to 16x, and 11.8x are reached, the largest step. The sectors fall by less, from 33 to 5.
-"shared" loads each element once per block of 32 x 32 outputs, a twentieth of the sectors, but gains
-little: every FMA still takes two operands, now from shared memory. "registers_1d" (8 outputs per
-thread) and "registers_2d" (8 x 8) reuse operands in registers, and each more than halves the
-accesses to shared memory. Now instructions count, and waiting: "vector" loads 16 bytes per
-instruction, and "double_buffered" loads the next tile while this one is multiplied, so that the
-FMAs hide the latency of the loads. cuBLAS with TF32 off, the library arm, is faster than all rungs;
-the last one reaches 0.91 of its speed.
+of 16 KiB apart. So a warp touches 33 cache lines per k. If the L1 looks them up one by one, 33
+clocks per k make 0.27 s at 1980 MHz; it takes 0.276 s, on an H200 as on an H100. So most likely the
+lookups count, not the power of two between the rows. "coalesced" touches 2 lines, which allows up
+to 16x. It gains 11.8x, the largest step. The sectors fall by less, from 33 to 5. "shared" loads
+each element once per block of 32 x 32 outputs, a twentieth of the sectors, but gains little: every
+FMA still takes two operands, now from shared memory. "registers_1d" (8 outputs per thread) and
+"registers_2d" (8 x 8) reuse operands in registers, and each more than halves the accesses to shared
+memory. Now instructions count, and waiting. "vector" loads 16 bytes per instruction.
+"double_buffered" loads the next tile while this one is multiplied, so that the FMAs hide the
+latency of the loads. cuBLAS with TF32 off, the library arm, is faster than all rungs; the last one
+reaches 0.91 of its speed.
 
 Each rung is measured against the one before it; the first baseline is naive. The matrices are 4096
-x 4096. The limit that is drawn is the rate of the fp32 units; the top rung reaches 73 % of it and
-cuBLAS 80 %. Loads and addresses take a share of the issue slots; what takes the rest was not
-measured. Tensor cores have a much higher limit (test_tf32_policy.py, test_wgmma_ladder.py), but
+x 4096. The limit that is drawn is the rate of the fp32 units; the top rung reaches 72 to 73 % of it
+and cuBLAS 79 to 80 %. Loads and addresses take a share of the issue slots; what takes the rest was
+not measured. Tensor cores have a much higher limit (test_tf32_policy.py, test_wgmma_ladder.py), but
 less precision. Small matrices have too few tiles for all SMs.
 """
 

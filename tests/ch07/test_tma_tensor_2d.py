@@ -5,25 +5,25 @@ computes a tile also loads its halo, the points around the tile that the stencil
 beyond the edges of the array. Loaded by hand, each thread computes the row and column of its
 points, tests four edges, loads and stores: a dozen instructions for 2 bytes. In half precision that
 takes longer than memory does: 43 % of the rate of a copy on an H200. "by_pair" loads two points at
-a time. cp.async copies from device to shared memory without registers: two points per copy as well
-("async_words"), or eight, in a box that is widened to whole units of 16 bytes ("async_vectors").
-With a tensor map, one thread requests that same box by its corner ("tensor_map"). The tensor memory
-accelerator (TMA) computes the addresses, fills in zeros outside the array, and counts the bytes on
-an mbarrier.
+a time. cp.async copies from device to shared memory without registers. "async_words" copies two
+points at a time as well, and "async_vectors" eight, in a box that is widened to whole units of 16
+bytes. With a tensor map, one thread requests that same box by its corner ("tensor_map"). The tensor
+memory accelerator (TMA) computes the addresses, fills in zeros outside the array, and counts the
+bytes on an mbarrier.
 
 Each rung is measured against the one before it, and changes one thing: the width, the instruction,
 the width again (such copies bypass the L1 cache as well), and who computes the addresses. On an
 H200, "async_words" gains nothing over "by_pair": it saves the trip through registers, but has as
 many addresses and tests. This rung claims parity. With 16-byte copies a thread has at most three
 addresses to compute, and only those remain for TMA to save: a few percent. An H100 has slower
-memory, and "by_pair" reaches 78 % of a copy there (59 % on an H200), so that less is left to gain:
-8 % with "async_words" (why it gains there was not examined) and 1 % with "async_vectors". All gains
-shrink with wider elements (the same instructions, more bytes) and with more arithmetic. The limit
-is a copy, and "tensor_map" reaches 82 % of it on an H200 and 88 % on an H100; what takes the rest
-was not measured. Resident blocks that request their next tile before they wait for the current one
-were slower when tried: the other blocks of an SM hide that wait already. The library arm is
-torch.compile of the same stencil; all rungs beat it. Row strides must be multiples of 16 bytes, for
-16-byte copies and for the tensor map.
+memory, and "by_pair" reaches 78 % of a copy there (59 % on an H200), so that less is left to gain.
+"async_words" gains 8 % there (why was not examined) and "async_vectors" 1 %. All gains shrink with
+wider elements (the same instructions, more bytes) and with more arithmetic. The limit is a copy,
+and "tensor_map" reaches 82 % of it on an H200 and 88 % on an H100; what takes the rest was not
+measured. Resident blocks that request their next tile before they wait for the current one were
+slower when tried, probably because the other blocks of an SM hide that wait already. The library
+arm is torch.compile of the same stencil; all rungs beat it. Row strides must be multiples of 16
+bytes, for 16-byte copies and for the tensor map.
 """
 
 import pytest

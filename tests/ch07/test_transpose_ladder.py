@@ -8,9 +8,9 @@ conflicts alone). One unused word per row ("padded") spreads a column over all b
 lanes that access memory together use different banks, both when they write and when they read. Both
 rungs are compared with the tile that has the conflicts.
 
-"vectors" has none either, and it is compared with "swizzled". All of its accesses have 16 bytes,
-which takes a quarter of the load and store instructions; for that its tiles are 64 x 64, and a
-thread transposes 4 x 4 floats in registers. Here padding would cost 16 bytes per row, so it
+"vectors" has no conflicts either, and it is compared with "swizzled". All of its accesses have 16
+bytes, which takes a quarter of the load and store instructions. For that its tiles are 64 x 64, and
+a thread transposes 4 x 4 floats in registers. Here padding would cost 16 bytes per row, so it
 swizzles vectors. The limit is the time of a copy, of which "vectors" reaches 92 % on an H200 and 95
 % on an H100; what takes the rest was not measured. Where the matrix stays in the L2 cache, or the
 kernel that needs the transpose can do it itself, there is less or nothing to gain. The library arm
