@@ -2,7 +2,7 @@
 
 A product of rounded factors, logit = hidden . weight[token], is off by at most
 ``margin = 4 * unit * |hidden| * max|weight[token]|``, where ``unit`` bounds the relative error of a
-rounded factor: 2 units come from the two factors, 1 from rounding the logit itself, and the rest
+rounded factor. 2 units come from the two factors, 1 from rounding the logit itself, and the rest
 covers the accumulation in fp32. A token whose logit lies more than two margins below the largest
 one therefore cannot win. All others are candidates: ``_collect`` lists them, and ``_rescore``
 computes their logits again from the fp32 weights and keeps the largest. There are as many

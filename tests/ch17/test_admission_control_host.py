@@ -7,18 +7,17 @@ Most admitted requests are then served in time, and the capacity is used.
 
 The score is goodput: requests per second that end within the promised time, over a quiet phase, a
 rush and a quiet phase. Rejected requests are served after all others, so that both arms do the same
-work: between two ends, exactly the service time of a request must pass, unless the server had none
-to serve. In the first quiet phase, at 0.7 of the capacity, no request may be rejected, so the ends
-are those of a plain queue (Lindley's recursion). Both are checked exactly. The gain grows with the
-length of the rush; without overload there is none. "queue_cap" is judged against admitting all, and
-"predicted_wait" against the cap: with the prediction, 4 % more requests end in time. It assumes
-that service times are known; where they are not, the cap remains. A timeout in the queue, which
-drops requests that have waited too long when their turn comes, needs no prediction and no cap, and
-is not an arm here. Set to the promised time, it would serve requests that end just too late, so it
-has to be set a service time or two below. Its disadvantage is that a rejected client learns so only
-after the wait. The gain includes the recovery: without rejection the backlog of the rush makes
-about half of the last phase late, too. Arrivals are more regular than a Poisson process: the
-intervals between them have a gamma distribution of shape 4. Service times are lognormal.
+work: the time between two ends must be exactly one service time, unless the server was idle. In the
+first quiet phase, at 0.7 of the capacity, no request may be rejected, so the ends are those of a
+plain queue (Lindley's recursion). Both are checked exactly. The gain grows with the length of the
+rush; without overload there is none. "queue_cap" is judged against admitting all, and
+"predicted_wait" against the cap: with the prediction, 4 % more requests end in time. The prediction
+assumes that service times are known; where they are not, the cap remains. A timeout is not an arm
+here: it drops a request that has waited too long when its turn comes. It needs neither prediction
+nor cap, but the client learns of the rejection only after the wait. The gain includes the recovery:
+without rejection the backlog of the rush makes about half of the last phase late, too. Arrivals are
+more regular than a Poisson process: the intervals between them have a gamma distribution of shape
+4. Service times are lognormal.
 """
 
 import numpy as np

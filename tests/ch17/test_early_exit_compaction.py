@@ -7,17 +7,17 @@ shrink with them. Here tokens need 4 of 12 layers on average, which limits the g
 
 The number of remaining tokens is known only on the GPU, and the host needs it to launch the next
 layer. A host that waits for it leaves the GPU idle until the next kernels arrive. Here the tokens
-form two halves that take turns: each copies its count to the host asynchronously, and while the
-host waits for one count, the GPU runs the layer of the other half. So the host's latency is hidden
-as long as a layer of one half takes longer than the launches of the other, about twenty per layer.
-The claim is judged on wall time, which includes what is not hidden. The gain is 2.8x on an H200 and
-on an H100. In a trace on an H200, the kernels take a third of the time of the baseline's, but the
-GPU is idle for 22 % of the call, which keeps the gain below the limit. What the halves add over a
-plain wait was not measured. Both arms run eagerly; torch.compile would fuse norm, GELU and residual
-in both. The gain ends where too few tokens remain for a layer to hide the launches. The first
-channel, which no layer changes, stands for a trained exit classifier: it holds the number of layers
-that a token needs. A model with attention must also compute keys and values for tokens that have
-left.
+form two halves that take turns. Each copies its count to the host asynchronously. While the host
+waits for one count, the GPU runs a layer of the other half. So the host's latency is hidden as long
+as a layer of one half takes longer than the launches of the other, about twenty per layer. The
+claim is judged on wall time, which includes what is not hidden. The gain is 2.7x to 2.8x on H200s
+and 2.8x on an H100. In traces on H200s, the kernels take a third of the time of the baseline's. But
+the GPU is idle for 3 to 22 % of the call, which keeps the gain below the limit. What the halves add
+over a plain wait was not measured. Both arms run eagerly; torch.compile would fuse norm, GELU and
+residual in both. The gain ends where too few tokens remain for a layer to hide the launches. The
+first channel, which no layer changes, stands for a trained exit classifier: it holds the number of
+layers that a token needs. A model with attention must also compute keys and values for tokens that
+have left.
 """
 
 from itertools import zip_longest

@@ -7,15 +7,14 @@ that the sequences of a batch have similar lengths. "packed" concatenates all se
 but attention treats tokens alone, and variable-length attention gets the boundaries.
 
 The encoder has four layers of width 2048 with heads of 128 channels. For all but attention the
-limit is the ratio of padded to real tokens: 3.3x to 4.1x here for "packed", 3.8x on average, and
-about three quarters of that for "bucketed", whose batches still contain padding. Its batches of
-short sequences also take less time than their launches: in traces the GPU is idle for 10 % of the
-time on an H200 and 14 % on an H100. Attention gains more, because its work grows with the square of
-the length. Sorting reorders answers and needs all sequences at hand; a stream is sorted in windows.
-Packing needs special kernels, and fixed shapes, as CUDA graphs need them, require a fixed token
-budget. Sequences of similar length gain nothing. The output is the mean hidden state over each
-sequence's own tokens, so padding must not leak in. The reference runs each sequence by itself in
-fp64.
+limit is the ratio of padded to real tokens: 3.3x to 4.1x here for "packed", 3.8x on average. For
+"bucketed", whose batches still contain padding, it is about three quarters of that. Its batches of
+short sequences also take less time than their launches: in traces the GPU is idle for 10 to 37 % of
+the time on H200s. Attention gains more, because its work grows with the square of the length.
+Sorting reorders answers and needs all sequences at hand; a stream is sorted in windows. Packing
+needs special kernels, and CUDA graphs, which need fixed shapes, require a fixed token budget.
+Sequences of similar length gain nothing. The output is the mean hidden state over each sequence's
+own tokens, so padding must not leak in. The reference runs each sequence by itself in fp64.
 """
 
 import pytest

@@ -2,7 +2,7 @@
 
 A paged cache reserves no memory for future tokens (ch15). But a sequence's pages are scattered, and
 PyTorch's attention takes one contiguous array per sequence. Gathering reads the used pages and
-writes a copy, padded to the longest sequence, and attention then reads the copy: three passes for
+writes a copy, padded to the longest sequence, which attention then reads. That is three passes for
 every token, two of them over the padding as well, and memory for a second cache. (Table entries
 past a sequence's end name one page, so reading it for the padding is served by the L2 cache.) Paged
 attention looks up the page of each key and makes one pass. A page is contiguous, 4 KiB per head
@@ -10,18 +10,18 @@ with 16 tokens and 16 KiB with 64, so reading scattered pages costs little.
 
 The library arm of "64" is what PyTorch has for this: FlexAttention, compiled, with a block mask
 that lists the pages of each sequence. The mask is made in the untimed setup, because an engine
-makes it once per step for all layers. On an H200 it takes 13 % longer than this kernel; why was not
-measured, nor was FlexAttention with pages of 16 tokens: a tile of its kernel must fit into a page,
-and has 64 keys by default. FlashInfer is not compared. The kernel of this claim reaches 86 % of the
-read rate or more, so no other that reads the same bytes could be more than 16 % faster. The library
-arm of "16" shows what scattered pages cost, 2 % on an H200: it is the same kernel, lookup included,
-on a cache with one page of the longest length per sequence. A kernel without a table was not
-measured.
+makes it once per step for all layers. On H200s FlexAttention takes 13 to 14 % longer than this
+kernel; why was not measured. It was not measured with pages of 16 tokens: a tile of its kernel must
+fit into a page, and has 64 keys by default. FlashInfer is not compared. The kernel of this claim
+reaches 86 % of the read rate or more, so no other that reads the same bytes could be more than 16 %
+faster. The library arm of "16" shows that scattered pages cost 2 % on an H200: it is the same
+kernel, lookup included, on a cache with one page of the longest length per sequence. A kernel
+without a table was not measured.
 
 Counted in bytes the gain is 1 + 2 times the longest length over the mean, 3.7x here, and would be
 3x if the copy were not padded. The measured gain is 4.2 to 4.3x, because gather and attention also
 move fewer bytes per second. Of 1.72 ms on an H200, the gather takes 1.04 ms for 3.8 GB read and
-written (3.6 TB/s), and attention takes 0.67 ms to read the padded copy of 2.1 GB (3.2 TB/s); this
+written (3.6 TB/s). Attention takes 0.67 ms to read the padded copy of 2.1 GB (3.2 TB/s). This
 kernel reads 1.6 GB in 0.40 ms (4.0 TB/s). The gain ends at prefill, which is bound by arithmetic
 and where thousands of queries share one gather. Very uneven lengths leave a few blocks running at
 the end; flash-decoding would split those (split_kv_decode).

@@ -4,21 +4,21 @@
 softmax and multiplies again, and writes all scores to memory in fp32. It also runs both products in
 fp32, without tensor cores: they take half of its time. The memory-efficient backend ("efficient")
 and FlashAttention 2 ("flash") keep the scores on chip with an online softmax and multiply in bf16
-on the tensor cores, but both use Ampere's instructions: each warp issues mma.sync and waits for its
+on the tensor cores. But both use Ampere's instructions: each warp issues mma.sync and waits for its
 result. "flash" takes half the time of "efficient" with the same instructions; why was not measured
 (their tiles are 128 x 64 and 64 x 128, queries x keys). Both lose to the default, which takes a
-quarter and half of their time. cuDNN ("cudnn") uses Hopper's wgmma: a warpgroup of 128 threads
-issues one large product, which runs asynchronously, so that another tile's softmax can be computed
-meanwhile. FlashAttention 3 ("flash3") does the same in open source; it needs a package of its own,
-and has not been measured here.
+quarter of the time of "efficient" and half of that of "flash". cuDNN ("cudnn") uses Hopper's wgmma:
+a warpgroup of 128 threads issues one large product, which runs asynchronously. Meanwhile another
+tile's softmax can be computed. FlashAttention 3 ("flash3") does the same in open source; it needs a
+package of its own, and has not been measured here.
 
 Each backend is forced with `sdpa_kernel` and compared with the one before ("flash3" with
 FlashAttention 2), forward and with the three gradients ("training", which begins at "efficient").
 The library arm is the plain call. In torch 2.11 it chooses cuDNN for these inputs, so forcing cuDNN
-gains nothing over the default, and the ratio to "flash" is what a program loses that disables cuDNN
-or forces FlashAttention. Print the kernel's name to see which backend runs: versions, masks and
-shapes that cuDNN rejects change the choice. The limit is the tensor-core rate, of which cuDNN
-reaches 84 % (74 to 76 % in training); the softmax runs on other units and must overlap with the
+gains nothing over the default. The ratio to "flash" is the loss of a program that disables cuDNN or
+forces FlashAttention. Print the kernel's name to see which backend runs: versions, masks and shapes
+that cuDNN rejects change the choice. The limit is the tensor-core rate, of which cuDNN reaches 83
+to 85 % (74 to 76 % in training); the softmax runs on other units and must overlap with the
 products. For short sequences launch overhead dominates.
 """
 

@@ -3,7 +3,7 @@
 With a window of 1024 tokens, 94 % of the scores of 16384 tokens are masked. PyTorch's attention
 takes the mask as a tensor: it computes all products and reads 512 MiB of mask per head. In
 FlexAttention the mask is a function. A block mask records once per tile of 128 x 128 whether all,
-some or none of it is visible; the kernel skips empty tiles, and evaluates the function only in
+some or none of it is visible. The kernel skips empty tiles, and evaluates the function only in
 partly visible ones, at the two edges of the window.
 
 The library arm is FlashAttention 2 with the window as an argument: it skips tiles as well, but

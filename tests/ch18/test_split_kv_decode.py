@@ -5,8 +5,8 @@ sequence leaves one query per head, and groups of query heads share keys and val
 132 SMs; each block reads 33 MB alone. Splitting the cache 49 ways gives 392 blocks. Each stores its
 output, running max and denominator, and a second, tiny kernel merges them exactly. It is launched
 while the first one runs (programmatic dependent launch). PyTorch's attention, the library arm, is
-cuDNN's, which splits the cache as well, and is equally fast: this kernel takes 1 % less time on an
-H200 and 0.5 % more on an H100.
+cuDNN's. It splits the cache as well and is equally fast: this kernel takes 1 % less time on an H200
+and 0.5 % more on an H100.
 
 The number of parts follows from occupancy: 3 blocks of 70 KiB fit on an SM, so 392 blocks run in
 one wave. 64 parts would need a second wave, in which most SMs read with one block or none. More

@@ -5,9 +5,9 @@ weight. FP8 tensor cores run them at up to twice the bf16 rate, but the operands
 in every step: one pass for the largest magnitude, one to scale and cast, and transposed copies for
 the backward pass. torch.compile fuses these passes with each other and with the norm and the
 activation function. The library arm does the same with a scale per row instead of one per tensor,
-as torchao's recipe "rowwise": more precise, but every operand is quantized twice, and a step takes
-9 % longer on an H200 and 13 % longer on an H100. The packages torchao and Transformer Engine are
-not compared.
+as torchao's recipe "rowwise". That is more precise, but every operand is quantized twice. A step
+takes 8 to 9 % longer on H200s and 13 % longer on an H100. The packages torchao and Transformer
+Engine are not compared.
 
 On an H100 the GEMMs take 4.5 ms instead of 8.3, and all other kernels 2.3 ms instead of 0.8: the
 passes cost two fifths of what the GEMMs save (three tenths on an H200). Their cost grows with the

@@ -3,8 +3,8 @@
 Greedy decoding needs the token with the largest logit, so precision matters only where logits are
 close. In fp32 the product with the output matrix runs on the regular units and is bound by their
 arithmetic: PyTorch's default, but not good practice. On tensor cores it is bound by reading the
-matrix: four bytes per weight in TF32, two in bf16. Neither is sure to return the fp32 token: its
-error may exceed the distance of the first two.
+matrix: four bytes per weight in TF32, two in bf16. Neither is sure to return the fp32 token: the
+error may exceed the distance between the two largest logits.
 
 Rounded logits have a known bound on their error: four rounding units times the norms of the
 factors. Tokens further below the largest logit than twice the bound cannot win. All others are
@@ -27,7 +27,7 @@ product reaches it: on an H200 it reads the matrix at 3.9 TB/s in both arms, in 
 rest, which finds the maximum, lists the candidates and computes them again, takes some 90 µs in
 both, so the gain is 1.74x (1.8x on an H100). The library arm of "tf32" splits hidden states and
 weights into two bf16 parts each and adds three of their four products, which is nearly as exact as
-fp32: it reads as many bytes per weight as TF32, and takes 1.4 times as long on an H200. The same
+fp32. It reads as many bytes per weight as TF32, and takes 1.4 times as long on an H200. The same
 with TF32 parts (3xTF32), which reads more, is not compared. There is less to gain where many
 sequences share the matrix, so that arithmetic binds, or where logits are flat, so that many rows
 are read again.

@@ -6,14 +6,14 @@ search varies one parameter at a time (passes, warps, cache hints, tile) and kee
 variant. The rows that are in flight together exceed the L2 cache, so each pass of the start reads
 its row from memory again. One pass that keeps the row in registers moves a half or two thirds of
 the bytes, and the gain is mostly that ratio: 2.0x or 1.5x. Triton's tutorial on softmax does so;
-for a search that starts there, only warps and hints are left. Two passes with hints move as few, if
-the second one finds the row in the L2 cache; the kernels that torch.compile generates have this
-shape, but their bytes were not counted. The list of candidates contains all variants from the
+for a search that starts there, only warps and hints are left. Two passes with hints would move as
+few, if the second one found the row in the L2 cache. The kernels that torch.compile generates have
+this shape, but their bytes were not counted. The list of candidates contains all variants from the
 start: the claim is that the search selects a good one and rejects wrong ones, not that it invents
 it. The results reach 96 to 97 % of the rate of a copy on an H100 and 94 to 95 % on an H200.
-torch.compile, the library arm, takes 13 % longer for log_softmax, and for softmax 18 to 20 % longer
+torch.compile, the library arm, takes 13 % longer for log_softmax, and for softmax 17 to 20 % longer
 on H200s and 1 % on an H100. It wins for layer_norm, rms_norm and absmax: by 1 to 2 % on an H100,
-and by 2 to 3 % on an H200. Where the rows in flight fit in the L2 cache, a second pass costs little
+and by 2 to 4 % on H200s. Where the rows in flight fit in the L2 cache, a second pass costs little
 and there is little to find.
 
 A search finds whatever its judge accepts, so the judge must be strict. It compares each candidate

@@ -20,8 +20,8 @@ turn, 64 times each. A test beside the claim counts the calls of both searches o
 Where one call per variant is enough, it takes less time than either search. Autotuners such as
 Triton's give each variant the same time instead of the same number of calls, so that a slow one
 costs no more than a fast one; they are not compared. A search is no better than its variants, which
-are plain C for one thread, without the host's widest vectors. NumPy's matrix product beats what is
-found here by far. Whoever needs a product calls the library; the lesson is how to search.
+are plain C for one thread, without the host's widest vectors. If you need a product, call a library
+such as NumPy, which is not compared here; the lesson is how to search.
 """
 
 from collections import Counter, defaultdict

@@ -5,26 +5,26 @@ cache. It is bound by reading weights and cache: each byte is used once per toke
 token over the read rate of the memory are the limit, and each rung's record has its share of that
 rate.
 
-"graph" replays a step's operations with one launch; eager PyTorch launches them one by one from
-Python, which takes longer than they run, unless the host is fast. A graph needs fixed shapes, so
-attention goes over the whole slab of the cache with a mask. "fused" computes norm, activation
-function and residual in the matrix-vector products, which wait for memory anyway, and its attention
-is a kernel of its own that splits each head's cache into parts, so that all SMs read it
-(flash-decoding). cuDNN splits the cache as well, and both take 1.2 ms for 8 tokens on an H100.
-There the products, with norm and residual, take 8.9 ms, cuBLAS's without them 9.6; the rest of the
-gain, two thirds of it, is that of the operations between the products. On an H200 these operations
-are all of the gain: they fall from 1.3 to 0.1 ms, attention takes 1.0 ms in both, and the products
-take 7.3 ms, cuBLAS's 7.1. "overlapped" starts each kernel before the previous one has finished
-(programmatic dependent launch): its first weights arrive while the memory would idle. After that,
-only fewer bytes help. "int8" and "int4" quantize the weights, in groups with a common scale, and
-convert them in registers; `precision` declares their error.
+"graph" replays a step's operations with one launch. Eager PyTorch launches them one by one from
+Python, which takes longer than they run: the gain is 1.7x to 2.7x on H200s, depending on the host.
+A graph needs fixed shapes, so attention goes over the whole slab of the cache with a mask. "fused"
+computes norm, activation function and residual in the matrix-vector products, which wait for memory
+anyway. Its attention splits each head's cache into parts, so that all SMs read it (flash-decoding).
+cuDNN splits the cache as well, and both take 1.2 ms for 8 tokens on an H100. The products with norm
+and residual take 8.9 ms there, and cuBLAS's without them 9.6. The rest of the gain, two thirds of
+it, comes from the operations between the products. On an H200 these operations are all of the gain:
+they fall from 1.3 to 0.1 ms, attention takes 1.0 ms in both, and the products take 7.3 ms, cuBLAS's
+7.1. "overlapped" starts each kernel before the previous one has finished (programmatic dependent
+launch): its first weights arrive while the memory would idle. After that, only fewer bytes help.
+"int8" and "int4" quantize the weights, in groups with a common scale, and convert them in
+registers; `precision` declares their error.
 
 The model has the width and heads of a 7B model, but 8 layers. Each rung is judged against the one
 before, on wall time for 8 tokens. torch.compile of a layer in the same graph, with cuDNN's
 attention, is the library arm of "fused" and "overlapped", and slower than both. That of "int8" and
 "int4" is the same layer with the weight-only products of gpt-fast: int8 in a kernel that
-torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. On an H100 the step
-with tinygemm takes 7 % longer than that of "int4". The int8 arm is compiled in two parts, as in
+torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. The step with
+tinygemm takes 6 to 10 % longer than that of "int4". The int8 arm is compiled in two parts, as in
 ch16/fp8_inference: in one the kernel of the last product would compute the GELU again for each
 output. Marlin is not compared.
 
@@ -36,7 +36,7 @@ so attention takes as long as before, and so does starting and draining the kern
 weight takes instructions to unpack. In the compiled loops, "int4" has more of them than an SM can
 issue in the time in which its bytes arrive; "int8" has fewer. This explains only a part: what else
 the packed products wait for was not measured. The price of "int4" is an error of an eighth of a
-typical new key or value. All rungs together gain 3.6x to 4.6x on H200s and 3.1x on an H100, where
+typical new key or value. All rungs together gain 3.0x to 4.6x on H200s and 3.1x on an H100, where
 8x was the aim: the time of the eager step depends on the host. On the H100 the limit is 6.4x,
 because the eager step reads 3.2 times the bytes of "int4" at half of the read rate. Batches share
 one read of the weights and turn the matrix-vector products into GEMMs.
