@@ -1,11 +1,11 @@
 // Mean and standard deviation of the background of each frame, without its stars: sigma clipping.
 //
-// A pass sums the pixels that lie within three standard deviations of the mean, and the mean and
-// deviation of these are the next pass's. The first pass takes all pixels, then five clip. A pass
-// cannot begin before the one before has ended, and all pixels may count again, so each pass reads
-// the whole frame. Arms differ in the order, and in how a pass waits for the one before:
+// A pass sums the pixels that lie within three standard deviations of the mean, and the next pass
+// clips by the mean and deviation of these. The first pass takes all pixels, then five clip. A pass
+// cannot begin before the previous one has ended, and all pixels may count again, so each pass
+// reads the whole frame. Arms differ in the order, and in how a pass waits for the previous one:
 //
-//   sweeps    Each pass over all frames, one kernel per pass. When a pass begins again with the
+//   sweeps    Each pass over all frames, one kernel per pass. When the next pass begins with the
 //             first frame, the L2 cache holds the last ones.
 //   resident  All passes over a few frames, then the next frames, in one persistent kernel, with a
 //             group of blocks per frame in flight. The blocks of a group meet at a barrier between

@@ -36,7 +36,7 @@ def by_smaller_grid():
 
 @cache
 def by_partition():
-    from cuda.bindings import driver  # late: a check without a GPU does without it
+    from cuda.bindings import driver  # imported late: checks without a GPU do not need it
 
     device = checked(driver.cuDeviceGet(torch.cuda.current_device()))
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM

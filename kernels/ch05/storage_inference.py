@@ -62,7 +62,7 @@ def pinned_buffers(count, images):
 
 
 def service(ahead, file, images, embedding, layers):
-    """Evaluate a file in batches of images, of which ``ahead`` are read ahead."""
+    """Evaluate a file in batches of images, and read ``ahead`` batches ahead."""
     results = []
     for batch in read_batches(file, pinned_buffers(ahead + 1, images)):
         on_gpu = batch.to(embedding.device, non_blocking=True)

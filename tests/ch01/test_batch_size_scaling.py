@@ -8,12 +8,12 @@ samples that the products take longer than reading the weights.
 
 All sizes are judged against 32, a typical batch of a server that answers requests as they come. The
 price of larger batches is latency, because the first sample waits for the last. If reading the
-weights were all that counts, 64, 128 and 256 would be 2, 4 and 8 times as fast as 32. On an H200
-they are 1.9, 3.7 and 5.6 times as fast: at 256 the call runs at 80 % of the tensor cores' rate and
-takes longer than reading the weights. Products are 94 % of its kernels' time. An H100 has the same
-tensor cores, but its memory delivers two thirds of the bytes per second, so it comes closer to 8:
-7.1 times. The bytes that are read per sample fall all the way. On the H200, the call with batches
-of 32 reads its weights at 3.5 TB/s, three quarters of the rate of memory; gaps between kernels take
+weights were all that counts, 64, 128 and 256 would be 2, 4 and 8 times as fast as 32. On H200s they
+are 1.9, 3.7 and 5.6 to 5.9 times as fast: at 256 the call runs at 80 % of the tensor cores' rate
+and takes longer than reading the weights. Products are 94 % of its kernels' time. An H100 has the
+same tensor cores, but its memory delivers two thirds of the bytes per second, so it comes closer to
+8: 7.1 times. The bytes read per sample fall with each size. On an H200, the call with batches of 32
+reads its weights at 3.5 TB/s, three quarters of the rate of memory. Gaps between kernels take
 almost a tenth of its time.
 """
 

@@ -3,16 +3,16 @@
 Gradient accumulation runs forward and backward pass for a part of the batch at a time and adds up
 the gradients, because the activations of the whole batch do not fit in memory. Where they do fit,
 it is pure cost. Every micro-batch casts all weights to bf16, reads them in both passes, and adds
-its gradient to the sum, a pass over three arrays as large as the model: most of these bytes do not
-depend on the number of rows. Autocast inside the loop, as PyTorch's examples write it, casts the
-weights anew for every micro-batch; autocast around the loop would cast them once, which was not
-measured. Products with 512 rows use smaller tiles (128x64 instead of 256x128 in the forward pass),
-which reuse each loaded value less often, and eight times as many kernels start and end. On an H200,
-with eight micro-batches the products take a quarter of the kernels' time, and they account for less
-than a fifth of what one batch saves: most of it is casts, additions and other passes. Fewer bytes
-of device memory explain only a part of that: on an H100, one batch takes 44 % of the time and moves
-73 % of the bytes (two micro-batches move 64 %). All arms are CUDA graphs, so their launches by the
-CPU are no part of the gain.
+its gradient to the sum. The addition is a pass over three arrays as large as the model. Most of
+these bytes do not depend on the number of rows. Autocast inside the loop, as in PyTorch's examples,
+casts the weights anew for every micro-batch; autocast around the loop, which would cast them once,
+was not measured. Products with 512 rows use smaller tiles (128x64 instead of 256x128 in the forward
+pass), which reuse each loaded value less often, and eight times as many kernels start and end. On
+an H200, the products take a quarter of the kernels' time with eight micro-batches. They account for
+less than a fifth of what one batch saves; the rest is casts, additions and other passes. Fewer
+bytes of device memory explain only a part of that: one batch takes 42 to 44 % of the time but moves
+71 to 73 % of the bytes, and two micro-batches move fewer (60 to 64 %). All arms are CUDA graphs, so
+their launches by the CPU are no part of the gain.
 
 Activations grow with the rows of a micro-batch, which is why one accumulates: with one batch, eight
 times as many bytes wait for the backward pass, as a test beside the claim counts. So use the

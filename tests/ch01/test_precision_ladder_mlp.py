@@ -4,18 +4,18 @@ A GPU multiplies fp32 matrices on its fp32 units, one multiply-add per lane and 
 multiply whole tiles at once, but not in fp32: operands are rounded to fewer bits. tf32 keeps 10
 bits of an operand's fraction, fp16 also 10 at half the bytes (and twice the rate), bf16 only 7 with
 the range of fp32. All three accumulate in fp32, so the error comes from rounding the operands and,
-in fp16 and bf16, the results: as measured, 0.01 to 0.02 % (rms) of a typical result in tf32 and
-fp16, and 0.13 % in bf16, with a residual that stays in fp32. `precision` declares an error, and
-each rung is checked against it: fewer bits trade accuracy for speed.
+in fp16 and bf16, the results. With a residual that stays in fp32 it is 0.01 to 0.02 % (rms) of a
+typical result in tf32 and fp16, and 0.13 % in bf16. `precision` declares an error, and each rung is
+checked against it: fewer bits trade accuracy for speed.
 
 The two layers of this MLP do about a thousand operations per byte, so all rungs are compute-bound.
 GELU, residual and casts are kernels of their own: in fp16 and bf16 they take a fifth of the time,
-which an epilogue of the products would mostly save (ch09/gemm_epilogue_fusion). In tf32 they take a
-tenth; there the library computes one of the two equal products in smaller tiles (128x128 instead of
-128x256), which takes a fifth longer. Weights are converted once, when a model is loaded, and
-activations in every call; tf32 needs no conversion. The limit is the ratio of the units' rates: 8x
-(tf32) and 16x (fp16, bf16) on Hopper. With a few rows the product is memory-bound and only bytes
-count: 1x in tf32, 2x in fp16 and bf16.
+and an epilogue of the products could save most of it (ch09/gemm_epilogue_fusion). In tf32 they take
+9 % on an H200 and 13 % on an H100. There, the library computes one of the two equal products in
+smaller tiles (128x128 instead of 128x256), and this one takes a fifth longer. Weights are converted
+once, when a model is loaded, and activations in every call; tf32 needs no conversion. The limit is
+the ratio of the units' rates: 8x (tf32) and 16x (fp16, bf16) on Hopper. With a few rows the product
+is memory-bound and only bytes count: 1x in tf32, 2x in fp16 and bf16.
 """
 
 import pytest

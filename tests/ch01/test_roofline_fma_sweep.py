@@ -4,20 +4,20 @@ x -> a x + b is applied k times. By algebra the steps collapse to one FMA, as th
 them; here they stand for k different operations. With a kernel per step, as eager PyTorch runs it,
 each step reads and writes the array: k times the bytes, 0.25 operations per byte whatever k is. The
 fused kernel reads each element once, keeps it in a register for all k steps, and writes it once.
-Its arithmetic intensity is k / 4 operations per byte. As long as that is below the ridge, the ratio
-of the GPU's FMA rate to its bandwidth (15 operations per byte for an H200 in fp32, k = 60), memory
-sets the time, and k steps take as long as one: the gain is k. Beyond the ridge the FMAs set the
-time, which then grows with k. The share is measured against the roofline: the lower of the two
-limits. The library arm, one kernel of torch.compile, fuses the loop as well. On an H200 it takes 4
-to 5 % less time below the ridge, 1.5 % less beyond it and 3 % more at the ridge; on an H100, from
-k = 32 on, it takes 1 to 2 % less.
+Its arithmetic intensity is k / 4 operations per byte. The ridge is the ratio of the GPU's FMA rate
+to its bandwidth: 15 operations per byte for an H200 in fp32, k = 60. Below it, memory sets the time
+and k steps take as long as one: the gain is nearly k. Beyond it the FMAs set the time, which then
+grows with k. The share is measured against the roofline: the lower of the two limits. The library
+arm, one kernel of torch.compile, fuses the loop as well. On an H200 it takes 4 to 5 % less time
+below the ridge, 1.5 % less beyond it and 3 % more at the ridge; on an H100, from k = 32 on, it
+takes 1 to 2 % less.
 
 On an H200 the sweep has two points below the ridge, one at it and one beyond. At the ridge, the
-bytes alone would take 125 µs and the FMAs alone 133. The kernel takes 157, because neither hides
-the other entirely: 85 % of the roofline, where 90 % was the aim and torch.compile's kernel reaches
-83 %. On an H100, whose memory is slower, the ridge is at k = 86, so k = 64 lies below it: the gain
-is 63. Fusing needs steps that follow each other element by element; a step that needs other
-elements starts a new pass.
+bytes alone would take 125 µs and the FMAs alone 133. The kernel takes 157, so neither hides the
+other entirely. That is 84 to 85 % of the roofline; 90 % was the aim, and torch.compile's kernel
+reaches 82 to 83 %. On an H100, whose memory is slower, the ridge is at k = 86, so k = 64 lies below
+it: the gain is 63. Fusing needs steps that follow each other element by element; a step that needs
+other elements starts a new pass.
 """
 
 import pytest

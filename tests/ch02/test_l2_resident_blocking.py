@@ -10,19 +10,19 @@ reads device memory, and the others find the frames in the L2 cache.
 "resident" is one persistent kernel, in which a group of blocks takes a frame through all passes and
 meets at a barrier in device memory (a cooperative launch). Six frames (24 MiB) are in flight. Each
 SM has blocks of several groups, so that some load while others wait. The same order with a kernel
-per pass needs 132 short kernels, whose starts, first loads and last sums must be paid for. It is no
-arm of this claim, so the gain is that of the order and of the single kernel together. On an H100
-"resident" takes 0.68 ms and the sweeps 1.07, close to the rate of device memory: 1.56x. On an H200,
-whose device memory is faster, it is 1.35x.
+per pass needs 132 short kernels, each with its start, first loads and last sums. It is no arm of
+this claim, so the gain is that of the order and of the single kernel together. On an H100
+"resident" takes 0.68 ms and the sweeps 1.07, close to the rate of device memory: 1.56x to 1.58x. On
+H200s, whose device memory is faster, it is 1.34x to 1.35x.
 
 If one pass of six reads device memory and then five read the L2 cache, at the 3.2 and 8.1 TB/s that
 were measured for an H100, "resident" can be at most 2.0 times as fast; all its passes together read
 4.7 TB/s. More frames at once may leave the cache: it has two halves, and data that an SM reads from
 the far half may take room in both. The library arm is torch.compile. It makes more than one sweep
-per pass: on an H200 it launches 27 kernels, four of which only write intermediate arrays with an
-element per pixel, and takes 3.8 times as long as the sweeps, which are therefore the stronger
-baseline. These frames would even fit on the SMs: six of them are 186 KiB per SM, and its shared
-memory holds 227. Then the L2 cache would not be read either; this claim is about the cache alone.
+per pass: it launches 27 kernels, and four of them only write intermediate arrays with an element
+per pixel. On an H200 it takes 3.8 times as long as the sweeps, so these are the stronger baseline.
+The frames would even fit on the SMs: six of them are 186 KiB per SM, whose shared memory holds 227.
+Then the L2 cache would not be read either; this claim is about the cache alone.
 """
 
 import torch

@@ -1,14 +1,13 @@
 """Sending a tensor to another GPU over NVLink beats staging it in pinned host memory.
 
 A process keeps a layer's activations on one GPU, and the next layer is on another: 256 MiB go there
-and as much comes back, as in a model that is split over the GPUs of one process. "staged" goes the
-way that is left where GPUs cannot reach each other: each transfer is a copy to pinned host memory
-and a second one from there. So 256 MiB cross PCIe four times, one after the other: at 55 GB/s, that
-is 20 ms, and on two H200s it takes 20. "direct" lets one GPU write into the other's memory (peer
-access), which PyTorch's `copy_` does without being asked, and takes 1.6 ms. In a trace the copies
-take 1.37 ms and the layer between them 0.13. Over the NVLink of an H200, a copy in one direction
-reaches 392 GB/s, and copies in both directions at once 773 GB/s together, so the limit of the
-copies is 1.4 ms.
+and as much comes back, as in a model that is split over the GPUs of one process. "staged" is the
+only way where GPUs cannot reach each other: each transfer is a copy to pinned host memory and a
+second one from there. So 256 MiB cross PCIe four times, one after the other. At 55 GB/s that is 20
+ms, and on two H200s it takes 20. In "direct" one GPU writes into the other's memory (peer access),
+as PyTorch's `copy_` does by default. It takes 1.6 ms. In a trace the copies take 1.37 ms and the
+layer between them 0.13. Over the NVLink of an H200, a copy in one direction reaches 392 GB/s, and
+copies in both directions at once 773 GB/s together, so the limit of the copies is 1.4 ms.
 
 Two processes do that at the same time, one per GPU, so both directions of each link are in use.
 Nothing waits on the host in any arm: events between the streams of the GPUs order the copies. The

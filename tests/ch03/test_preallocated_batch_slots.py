@@ -2,16 +2,15 @@
 
 The usual loop stacks samples into a new array and copies that to pinned memory, so that its copy to
 the GPU is asynchronous (torch.stack and pin_memory, as a DataLoader does). So the CPU writes each
-batch twice. And a new array of this size comes straight from the operating system, which maps and
+batch twice. A new array of this size also comes straight from the operating system, which maps and
 zeroes each page on its first access and takes the pages back after the batch. "reused" stacks into
 one array that stays, and still copies it to pinned memory: two writes, into pages that exist.
 "slots" allocates two pinned buffers once and stacks into them directly: one write. Both are
-compared with the usual loop, so that their difference is the price of the second write. On an H200,
-the fresh pages cost most: "reused" takes a third of the usual loop's time, and "slots" 4 % less
-than "reused", on an H100 10 % less. The intervals of the two rungs overlap, so the difference
-between them is not judged. An event per slot records when its previous batch has arrived on the
-GPU. PyTorch reuses pinned blocks as well, so the baseline does not pin pages anew for each batch;
-that would be slower still.
+compared with the usual loop, so that their difference is the price of the second write. The fresh
+pages cost most: on H200s, "reused" takes 30 to 39 % of the usual loop's time, and "slots" 2 to 11 %
+less than "reused". That difference is not judged, because the intervals of the two rungs overlap.
+An event per slot records when its previous batch has arrived on the GPU. PyTorch reuses pinned
+blocks as well, so the baseline does not pin pages anew for each batch.
 
 The claim is judged on wall time for four batches of 64 images, their copies to the GPU included.
 The limit is one copy by the CPU. The gain is smaller for batches below 32 MiB (malloc's largest

@@ -7,22 +7,22 @@ middle of a product they spin on the cores that it needs. That is one cause; the
 small product does not pay for a thread per core. The optimized arm divides the cores among the
 workers, less one core for the process that hands out the work, so that every thread has its own
 core (a logical CPU: two of them may share the units of a physical core). A worker gets at least one
-thread. The library arm is a control that tells the causes apart. A single worker, with NumPy's
-default of one thread per core, computes all products one after the other: they are split among as
+thread. The library arm is a control that separates the causes. A single worker, with NumPy's
+default of one thread per core, computes all products one after the other. They are split among as
 many threads as in the baseline, but there are no more threads than cores. What the baseline loses
-to the control is due to the missing cores; what the control loses to the optimized arm is due to
+to the control is due to the missing cores. What the control loses to the optimized arm is due to
 many threads for a small product.
 
 Each worker, a process that already runs, multiplies a small matrix by itself 32 times, so that
-random delays average out. How large the gain is depends on the host. On one of 16 logical CPUs, a
-call takes 660 ms with 16 threads per worker, 23 with the control and 11 with three threads per
-worker. So nearly all of the 63x is due to missing cores; why the waits are that long was not
-examined. A host of 32, measured before the control was added, had 2x to 9x. The thread count is
-read when the library is loaded, hence the environment variables. Between products, idle threads
-would spin as well, those of one arm while the other is timed; in both arms they sleep at once
-instead (OPENBLAS_THREAD_TIMEOUT). Large products suffer less, since their threads synchronize less
-often. A test beside the claim counts how often threads of the workers lose their core to another;
-it was not run on the host of 16.
+random delays average out. The gain depends on the host. On one of 16 logical CPUs, a call takes 660
+ms with 16 threads per worker, 23 with the control and 11 with three threads per worker. So of the
+63x, missing cores account for a factor of 26 and many threads for 2.4; why the waits are that long
+was not examined. A host of 32, measured before the control was added, had 2x to 9x. The thread
+count is read when the library is loaded, hence the environment variables. Idle threads of one arm
+would spin while the other arm is timed; instead, those of all arms sleep at once
+(OPENBLAS_THREAD_TIMEOUT). Large products suffer less, since their threads synchronize less often. A
+test beside the claim counts how often threads of the workers lose their core to another; it was not
+run on the host of 16.
 """
 
 from functools import partial

@@ -1,22 +1,21 @@
 """A training step that stages its checkpoint in pinned memory beats one that waits for the file.
 
 `torch.save` copies each tensor from the GPU to pageable memory and writes it; the training stops
-until the disk has everything. But it depends only on the copy: once the weights are in the CPU's
-memory, the next update may overwrite them on the GPU. "staged" copies them to pinned buffers that
-are reused, at the speed of the link, and a thread writes these buffers while the training goes on.
-"overlapped" also hides the copy: the forward and backward pass only read the weights, so a second
-stream copies them meanwhile, and only the update waits for an event. The library arm,
-torch.distributed.checkpoint.async_save with cached staging, also reuses pinned buffers and waits
-for the copy. On an H100 its step takes 1.26 times as long as that of "staged" and 1.8 times as long
-as that of "overlapped"; what it does in the rest of the time was not measured.
+until the disk has everything. But the training need not wait for more than the copy: once the
+weights are in the CPU's memory, the next update may overwrite them on the GPU. "staged" copies them
+to pinned buffers that are reused, at the speed of the link, and a thread writes these buffers while
+the training goes on. "overlapped" also hides the copy: the forward and backward pass only read the
+weights, so a second stream copies them meanwhile, and only the update waits for an event. The
+library arm, torch.distributed.checkpoint.async_save with cached staging, also reuses pinned buffers
+and waits for the copy. Its step takes 1.24 to 1.31 times as long as that of "staged", and 1.8 to
+2.0 times as long as that of "overlapped". What it does in the rest of the time was not measured.
 
-The score is the time of a training step that takes a checkpoint of 67 million weights (268 MB). It
-contains the step itself, so the stall of the other arms is at least what exceeds the time of
-"overlapped", which hides 74 % of its copy on an H100 and 67 % on an H200. The weights in the file
-must be bit for bit those from before the update, although it runs while the file is written. All
-arms write a real file in the folder for temporary files and end it with fsync; where that folder is
-in memory, the baseline is much faster than on a disk. Only the baseline waits for the file within
-the step.
+The score is the time of a training step that takes a checkpoint of 67 million weights (268 MB); the
+step itself is part of it. The other arms therefore stall for at least their difference to
+"overlapped", which hides 67 to 83 % of its copy on H200s. The weights in the file must be bit for
+bit those from before the update, although it runs while the file is written. All arms write a real
+file in the folder for temporary files and end it with fsync; where that folder is in memory, the
+baseline is much faster than on a disk. Only the baseline waits for the file within the step.
 
 The price is a second copy of the weights in pinned memory on the host. A checkpoint must end before
 the next one may use the buffers, so the disk still bounds their rate. By default, async_save keeps

@@ -7,20 +7,20 @@ are two ways out, which change one thing each.
 
 * Queue depth: with 4 or 16 threads that read, 4 or 16 requests are in flight, and their latencies
   overlap (Little's law: throughput is requests in flight over latency). The order stays random. The
-  limit is the disk's number of requests per second, or the CPU's, since Python's threads take turns
-  in the interpreter. In the record a request takes 38 µs alone, and 16 threads complete one every
-  15 µs, with about twice the CPU time per request; which of the two limits that is was not
+  limit is the number of requests per second of the disk, or that of the CPU, since Python's threads
+  take turns in the interpreter. On a host with 16 CPUs a request takes 38 µs alone, and 16 threads
+  complete one every 15 µs, with about twice the CPU time per request. Which limit that is was not
   measured. The evidence counts busy CPUs, not requests in flight. io_uring queues requests without
   threads; it was not compared.
 * Block size: reads of 1 MiB move 256 records per request, so that bytes count and not requests:
-  0.8 GB/s in the record. The records of a block arrive together. Training tolerates that if blocks
+  0.8 GB/s on that host. The records of a block arrive together. Training tolerates that if blocks
   come in random order and their records are mixed in a shuffle buffer, as loaders of packed shards
   do.
 
 The file is opened with O_DIRECT, which bypasses the page cache: with a cached file, requests cost a
-system call and a copy, and depth gains nothing. The file has only 8 MiB, so that the baseline ends
-soon; the host of a virtual disk may serve it from its own memory. Buffered reads in sequence gain
-less as well, because the kernel reads ahead: large requests, several in flight.
+system call and a copy, and there is no latency to overlap. The file has only 8 MiB, so that the
+baseline ends soon; the host of a virtual disk may serve it from its own memory. Buffered reads in
+sequence gain less as well, because the kernel already reads ahead in large requests.
 """
 
 import os

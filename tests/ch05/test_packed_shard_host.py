@@ -18,8 +18,8 @@ shard beside the batch. The evidence of "gather" is its page faults, where a rea
 is mapped already. A test beside the claim counts the system calls that read.
 
 The page cache is warm for all arms, since the shard was just written. With a cold cache the disk
-decides, and a mapping reads at its page faults, one after the other, which queued or larger reads
-beat. "read_all" loses to the baseline where a batch takes only a small part of the shard (here it
+decides: a mapping reads at its page faults, one after the other, and queued or larger reads may be
+faster. "read_all" loses to the baseline where a batch takes only a small part of the shard (here it
 takes 40 %), and fails where the shard does not fit in memory. The limit is one copy of the batch.
 On the host with 32 CPUs the baseline takes 1.4 µs per record and the gather 0.4: for records whose
 copy alone takes many microseconds, both rungs gain little.

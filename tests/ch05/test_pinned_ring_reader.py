@@ -10,16 +10,17 @@ pinned memory, which the GPU reads directly: one copy less. "one_reader" reads a
 time through a ring of small pinned buffers, which may stay in the CPU's cache: a thread reads into
 one while another is being sent. An event per block keeps a read from overwriting a block before its
 transfer is complete. "ring" is the same with four threads, and 20 MiB of buffers instead of 8.
-Reading is a memory copy by the CPU, a tenth as fast as PCIe: one reader reaches 5 to 6 GB/s on an
-H200. So the threads gain most, 2.7x, and the ring with one reader 1.2x. How much of the 1.2x is
-overlap, and how much comes from the CPU's cache, was not measured; the evidence counts the copies.
+Reading is a memory copy by the CPU, about a tenth as fast as PCIe: one reader reaches 5 to 7 GB/s
+on hosts of H200s. So the threads gain most, 2.4x to 2.7x, and the ring with one reader only 1.2x to
+1.35x. How much of that is overlap, and how much comes from the CPU's cache, was not measured; the
+evidence counts the copies.
 
-The limit is PCIe, at 55 GB/s. Four readers reach 13 to 16 GB/s on an H200. PCIe works for only 2.0
-to 2.3 of the 6 to 7.5 ms of a call, because the CPU's copies take most of the time. The page cache
-is warm for all arms, since the file was just written; with a cold cache the disk decides. Small
-files gain nothing: there is nothing to overlap. An expert calls kvikio (cuFile), whose threads read
-through pinned buffers as well, or past the CPU's memory where GPUDirect Storage is installed; it
-was not compared.
+The limit is PCIe, at 55 GB/s. Four readers reach 13 to 18 GB/s on H200s. PCIe works for only 2.0 to
+2.4 of the 5.7 to 7.6 ms of a call; the CPU's copies take most of the time. The page cache is warm
+for all arms, since the file was just written; with a cold cache the disk decides. Small files gain
+nothing: there is nothing to overlap. An expert calls kvikio (cuFile), whose threads read through
+pinned buffers as well, or past the CPU's memory where GPUDirect Storage is installed; it was not
+compared.
 """
 
 import os
@@ -37,7 +38,7 @@ from pytest_aiperf import Bench, Compare, evidence
 BLOCKS = 48
 
 
-@lru_cache(maxsize=8)  # all arms read the same files; neither writes them
+@lru_cache(maxsize=8)  # all arms read the same files; none writes them
 def random_file(seed: int, size: int, device: str) -> IO[bytes]:
     content = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     file = tempfile.TemporaryFile()  # noqa: SIM115 - unnamed, deleted with its last reference

@@ -7,8 +7,8 @@ the shorter of the two stages behind the longer. Python's GIL does not prevent t
 it while it waits, and hashing releases it for large blocks. The order is random, so the kernel
 cannot guess the next block; only the program knows it. All arms switch off its reading ahead within
 a block (POSIX_FADV_RANDOM), which would also fetch the blocks behind. On a host with 32 CPUs the
-gain is 1.5x, but the disk's times vary much: a call of the baseline takes 67 to 163 ms, the gain's
-interval is 1.1 to 2.0, and it is from a second attempt, because the first did not meet the bar.
+gain is 1.5x (1.1 to 2.0). The interval is wide because the disk's times vary much: a call of the
+baseline takes 67 to 163 ms. This was the second attempt; the first did not meet the bar.
 
 The library arm needs no thread: it announces the next block to the kernel before it hashes this one
 (posix_fadvise with POSIX_FADV_WILLNEED), which starts the reading and returns. This hides the

@@ -6,16 +6,16 @@ GPU for the disk. With a second buffer, a thread reads the next batch meanwhile 
 buffering). Both arms read into pinned buffers, and the model is the same.
 
 The limit is the sum of the stages over the longest one: 2x where the disk and the GPU take equally
-long. The first read stays exposed, so eight batches leave 16 steps in 9, 1.78x at most. On an H100
-the baseline takes 85 ms. The GPU works for 40 of them, so reading takes about 45. With read-ahead
-the eight reads remain, and the evaluation of the last batch: 50 ms, and 50 are measured. This is
-1.68x (1.53 to 1.86), but the disk varies: on an H200 it is 1.65x (1.38 to 1.97). On the H100,
-between the first copy and the last kernel, the GPU works for 54 % of the time in the baseline, and
-for 95 % with read-ahead. Where one stage dominates, hiding the other saves little, and the remedy
-is to make that one faster: with larger or parallel requests for the disk
-(ch05/io_block_depth_host), or with less work for the GPU. A DataLoader with workers and pinned
-memory reads ahead in the same way, and has the same limit. Reads bypass the page cache (O_DIRECT);
-from there they would be a copy by the CPU, which overlaps in the same way.
+long. The first read stays exposed, so eight batches leave 16 steps in 9, 1.78x at most. On H200s
+the gain is 1.6x to 1.76x, with intervals from 1.34 to 2.09, because the disk varies. The GPU works
+for 38 to 40 ms of a call. The baseline takes 79 to 91 ms, so reading takes about as long as the
+GPU's work, and read-ahead takes 49 to 54; in one session they took 133 and 83. Between the first
+copy and the last kernel, the GPU works for 28 to 53 % of the time in the baseline, and for 76 to 95
+% with read-ahead. Where one stage dominates, hiding the other saves little, and the remedy is to
+make that one faster: with larger or parallel requests for the disk (ch05/io_block_depth_host), or
+with less work for the GPU. A DataLoader with workers and pinned memory reads ahead in the same way,
+and has the same limit. Reads bypass the page cache (O_DIRECT); from there they would be a copy by
+the CPU, which overlaps in the same way.
 """
 
 from functools import lru_cache, partial
