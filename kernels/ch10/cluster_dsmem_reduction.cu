@@ -14,7 +14,7 @@
 //
 // A row of 64 Ki floats takes 256 KiB, as much as all registers of an SM. In a cluster of 4, a part
 // takes 64 KiB, so blocks of two rows share an SM, and one loads while the other waits at its
-// barrier; in a cluster of 8, blocks of four. In a cluster of 2, a single block would fit.
+// barrier; in a cluster of 8, blocks of four. In a cluster of 2, one block would fill an SM.
 
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
@@ -128,8 +128,9 @@ extern "C" cudaError_t two_kernels(const float* x, float* out, float* rstd, int 
 extern "C" cudaError_t one_block(const float* x, float* out, float* rstd, int rows, int columns,
                                  cudaStream_t stream) {
     if (columns % 4) return cudaErrorInvalidValue;
-    // Half of an SM's shared memory, unused, and what each block takes besides: a second block does
-    // not fit, so no more rows than SMs share the L2 cache. Registers and threads would allow two.
+    // The unused reservation is half of an SM's shared memory. With what each block takes besides,
+    // a second block does not fit, so no more rows than SMs share the L2 cache. Registers and
+    // threads would allow two.
     int device = 0, bytes = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);

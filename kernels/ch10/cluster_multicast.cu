@@ -15,7 +15,7 @@
 // A stage is overwritten in all blocks of the cluster at once. So a producer may load it again only
 // when the consumers of all blocks have released it: each consumer warp arrives at the `empty`
 // mbarrier of every block. The `full` mbarrier of a block expects all bytes of its own stage,
-// whichever block has them copied.
+// whichever block issues the copies.
 
 #include "hopper.cuh"
 

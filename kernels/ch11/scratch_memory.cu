@@ -14,8 +14,8 @@
 //                is mapped after the first call.
 //
 // The alternative is a framework's caching allocator: it keeps freed memory and reuses it within a
-// stream, without calls of the driver. `smooth_row` smooths one row with scratch memory of its
-// caller, who waits.
+// stream, without calling the driver. `smooth_row` smooths one row; its caller passes the scratch
+// memory and waits.
 
 #include <cstdint>
 #include <cuda_runtime.h>

@@ -5,30 +5,29 @@ KiB, takes as much as all registers of one SM. Two kernels, one for the sums and
 scaling, read device memory twice and write it once. One block per row ("one_block") replaces those
 3 passes by 2 at best, 1.5x, as far as its second read hits the L2 cache: it has one row per SM in
 flight, 33 MiB, and reads it backwards the second time, because what it read last is most likely
-still in the cache. Two rows per SM would be 66 MiB, more than an H200's L2 cache; a reservation of
-shared memory keeps the second block out. The blocks of a cluster run at the same time and read each
-other's shared memory (distributed shared memory, DSMEM): each loads a part of the row into
-registers, a cluster barrier exchanges the sums, and each block scales and writes its part without
+still in the cache. Two rows per SM would be 66 MiB, more than an H200's L2 cache, so a reservation
+of shared memory keeps a second block out. The blocks of a cluster run at the same time and read
+each other's shared memory (distributed shared memory, DSMEM). Each loads a part of the row into
+registers. A cluster barrier exchanges the sums, and each block scales and writes its part without
 reading it again. The library arm is what torch.compile makes of the same two steps.
 
 "one_block" reads the row 1.27 times on an H200, so the bytes allow "cluster_4" 1.14x (2.27 passes
-to 2), and 1.35 times on an H100, whose L2 cache is smaller, which allows 1.18x. The gain is 1.12x
-on an H200 and 1.21x on an H100, there more than the bytes. A likely reason, not measured: in
-"one_block", an SM also has a single row in flight, and nothing to do between its loads and the end
-of its sum. The blocks of a cluster load, sum, meet at a barrier and write, one step after the
-other; meanwhile blocks of other rows use the SM: with clusters of four, it holds blocks of two
-rows. "cluster_8" is the same kernel in smaller blocks: four rows share an SM. It reads as many
-bytes, and is judged against "cluster_4": it takes 3 to 4 % less time on an H200 and, by ratios over
-"one_block", 1 % more on an H100. So the block size is a matter of tuning, not a second mechanism:
-the evidence shows that reads stay at one pass, and that the blocks are smaller. Over two kernels,
-1.40x is reached. An H100, whose memory has seven tenths of the bandwidth, reaches 93 to 94 % of the
-copy rate with clusters, an H200 84 to 87 %; what keeps them from the rest was not measured. There
-is no rung with clusters of 2: one block would fill its SM, which would idle at the barrier (not
-measured). Rows that fit in one block need no cluster, and a cluster holds at most the registers of
-16 SMs. A single block could keep a row in the registers and the shared memory of its SM, but the SM
-would idle while that block waits for its sum (not measured either). "one_block" marks what it
-writes as streaming, so that it leaves the row in the cache; the clusters keep nothing there and
-write as usual.
+to 2), and 1.35 times on an H100, whose L2 cache is smaller, which allows 1.18x. The gain is 1.11x
+to 1.12x on H200s. On an H100 it is 1.21x, more than the bytes allow. A likely reason, not measured:
+in "one_block", an SM also has a single row in flight, and nothing to do between its loads and the
+end of its sum. The blocks of a cluster also take one step after the other, but with clusters of
+four an SM holds blocks of two rows, and one can load while the other waits. "cluster_8" is the same
+kernel in smaller blocks: four rows share an SM. It reads as many bytes, and is judged against
+"cluster_4": it takes 3 to 4 % less time on an H200 and, by ratios over "one_block", 1 % more on an
+H100. So the block size is a matter of tuning, not a second mechanism. The evidence shows one pass
+of reads and smaller blocks. Over two kernels, "cluster_8" gains 1.40x. With clusters, an H100,
+whose memory has seven tenths of the bandwidth, reaches 93 to 94 % of the copy rate, and an H200 84
+to 87 %; the reason was not measured. There is no rung with clusters of 2: one block would fill its
+SM, which would idle at the barrier (not measured). Rows that fit in one block need no cluster, and
+a cluster holds at most the registers of 16 SMs. A single block could keep a row in the registers
+and the shared memory of its SM, but the SM would idle while that block waits for its sum (not
+measured either). "one_block" marks what it writes as streaming, so that it leaves the row in the
+cache; the clusters keep nothing there and write as usual.
 """
 
 import pytest

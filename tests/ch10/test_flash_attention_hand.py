@@ -3,16 +3,16 @@
 All rungs are FlashAttention: a block computes the scores of its queries tile by tile, keeps them on
 chip and rescales its output when the running maximum grows (test_online_softmax.py). "mma_sync"
 moves both products to the tensor cores, as FlashAttention 2 does. "wgmma" multiplies whole tiles in
-shared memory; with mma.sync, each warp loads its queries and all keys and values into registers,
-which takes a quarter longer than the products (by count, 1280 clocks per tile instead of 1024). Its
-tiles have 128 keys instead of 64, which mma.sync has no registers for. "specialised" gives the
-copies to a producer warp, so that the two consumer warpgroups need not meet at a barrier.
-"pingpong" lets them take turns: one issues products, the other computes its softmax meanwhile.
-"overlapped" computes the softmax of the next tile while the weights of this tile are still
-multiplied with its values. The last two rungs are the schedule of FlashAttention 3 (arXiv
-2407.08608). Without a causal mask, the last rung is about 1 % slower than cuDNN, the library arm
-(0.99x to 1.00x on H200s, 0.989x on an H100), and earlier rungs are slower still. With a mask, the
-last rung is 1.13x to 1.15x as fast, and "specialised" is already ahead (by 1 to 3 %).
+shared memory; with mma.sync, each warp loads its queries and all keys and values into registers. By
+count, these loads take a quarter longer than the products (1280 clocks per tile instead of 1024).
+"wgmma" also has tiles of 128 keys instead of 64, for which mma.sync has too few registers.
+"specialised" gives the copies to a producer warp, so that the two consumer warpgroups need not meet
+at a barrier. "pingpong" lets them take turns: one issues products, the other computes its softmax
+meanwhile. "overlapped" computes the softmax of the next tile while the weights of this tile are
+still multiplied with its values. The last two rungs are the schedule of FlashAttention 3 (arXiv
+2407.08608). Without a causal mask, the last rung is on a par with cuDNN, the library arm (0.99x to
+1.01x on H200s, 0.99x to 1.00x on H100s), and earlier rungs are slower. With a mask, the last rung
+is 1.13x to 1.15x as fast as cuDNN, and "specialised" is already 1 to 3 % faster.
 
 Each rung is compared with the one before, with and without a causal mask; cuDNN is PyTorch's
 default on Hopper. With the mask, tiles above the diagonal are left out and blocks with the most

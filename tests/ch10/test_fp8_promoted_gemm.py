@@ -6,14 +6,14 @@ of a weight or an activation with an offset, each new product loses its low bits
 accumulation (promotion, as in DeepSeek-V3's training and in DeepGEMM) keeps only short sums, of 128
 products here, in the tensor cores. After each, the sum is added to fp32 accumulators in registers
 by ordinary instructions, and the next one starts at zero. "cublaslt" is cuBLASLt without fast
-accumulation, which does that: it is what a program should call. "triton" is a kernel that shows
-how. It is slower than cuBLASLt, its library arm: it beats fp16 as well, but by less.
+accumulation: it has that accuracy, and is what a program should call. "triton" is a kernel that
+shows how promotion works. It beats fp16 as well, but it is slower than cuBLASLt, its library arm.
 
-The arms multiply the same numbers, which are exact in fp8, so that no quantization error enters the
-comparison; nor is the time of quantizing part of it (ch19). The operands have an offset, so that
-sums grow. The tolerance enforces promotion: it is that of the fp16 result, 0.125 % (root mean
-square) and 0.2 % for an element. A test beside the claim checks that fast accumulation exceeds it.
-The tolerance of bf16, 1 %, would not tell the two apart.
+The arms multiply the same numbers, which are exact in fp8, so the comparison contains no
+quantization error. The time of quantizing is not part of it either (ch19). The operands have an
+offset, so that sums grow. The tolerance enforces promotion: it is that of the fp16 result, 0.125 %
+(root mean square) and 0.2 % for an element. A test beside the claim checks that fast accumulation
+exceeds it. The tolerance of bf16, 1 %, would not tell the two apart.
 
 The limit is 2x, where both types run at the rate of the tensor cores. In "triton", a second set of
 accumulators leaves room for tiles of 128 x 128 elements only, where the kernel without promotion

@@ -6,13 +6,14 @@ result, checks the bounds and writes the layout that the tensor cores read. How 
 addresses, registers or the store was not measured. A persistent program loops over many tiles.
 Triton merges this loop with the one over k (flatten=True), so that loads for the next tile overlap
 the epilogue of this one, and the prologue is paid once per program instead of once per tile. The
-evidence counts programs; it does not show the overlap. With descriptors, the kernel has 0.82 to
+evidence counts programs; it does not show the overlap. With descriptors, the kernel has 0.81 to
 0.83 of the speed of cuBLAS, the library arm; with a persistent grid as well, it is 1 % faster than
 cuBLAS.
 
 Each rung is compared with the one before. Descriptors need rows that start at multiples of 16
-bytes. The gain shrinks as k grows, because prologue and epilogue weigh less, and ends where the
-last wave of tiles leaves most SMs idle.
+bytes. The gain of a persistent grid should shrink as k grows, because prologue and epilogue weigh
+less; no other k was measured. It does not help where the last wave of tiles leaves most SMs idle
+(test_stream_k.py).
 """
 
 import pytest

@@ -4,21 +4,19 @@ With k = 512, a tile of 128 x 256 takes eight steps of products, and then its re
 converted, staged in shared memory and stored. In the baseline, the best rung of
 test_wgmma_ladder.py, both consumer warpgroups work on one tile (cooperative), so the tensor cores
 have nothing to do while both of them stage results. In a ping-pong schedule each warpgroup has
-tiles of its own, of 64 x 256, so that its results are ready at another time than the other's. Named
-barriers give them turns: while one stages its result, the other multiplies. On an H200 the turns
-take 0 to 2 % less time than the baseline and than cuBLAS, the library arm; on an H100 they take 2 %
-longer than both.
+tiles of its own, of 64 x 256, so that the two finish at different times. Named barriers give them
+turns: while one stages its result, the other multiplies. On an H200 the turns take 0 to 2 % less
+time than the baseline and than cuBLAS, the library arm; on an H100 they take 2 % longer than both.
 
-Measured were 1.00x to 1.02x in several runs on H200s, and a loss of 1.6 % on an H100. The price of
-the turns is that a step loads 256 rows of b for 64 rows of a instead of 128: 1.34 GB in all instead
-of 0.81, in 105 to 108 µs on an H200. These are about 12.5 TB/s instead of 7.5. The counter shows
-1.4 to 1.5 times as many sectors read from the L2 cache, not 1.67: probably requests of neighboring
-SMs for the same rows of b are combined on their way. The L2 delivers 9.4 TB/s to the kernel that
-measures it, so the loads most likely take most of what the turns gain. The evidence counts them,
-but it does not show that they are the limit. An H100's L2 cache is slower, which fits its loss.
-Tiles of 128 x 128 would load 1.07 GB. Clusters of two with multicast would load 0.81 GB with such
-tiles, and CUTLASS runs its ping-pong kernels with both. In attention, where softmax takes the place
-of the epilogue, turns do gain (test_flash_attention_hand.py).
+The price of the turns is that a step loads 256 rows of b for 64 rows of a instead of 128: 1.34 GB
+in all instead of 0.81, in 104 to 108 µs on H200s. These are 12.5 to 12.9 TB/s instead of 7.5. The
+counter shows 1.3 to 1.5 times as many sectors read from the L2 cache, not 1.67: probably requests
+of neighboring SMs for the same rows of b are combined on their way. The L2 delivers 9.4 TB/s to the
+kernel that measures it, so the loads may take most of what the turns gain. The evidence counts
+them, but it does not show that they are the limit. An H100's L2 cache is slower, which fits its
+loss. Tiles of 128 x 128 would load 1.07 GB. Clusters of two with multicast would load 0.81 GB with
+such tiles, and CUTLASS runs its ping-pong kernels with both. In attention, where softmax takes the
+place of the epilogue, turns do gain (test_flash_attention_hand.py).
 """
 
 import pytest

@@ -9,14 +9,14 @@ the kernel is still running (threadFenceReduction in the CUDA samples).
 Both arms sum the elements in the same way and in a fixed order, so that equal inputs give
 bit-identical results. The array is short, 4 MB, so that a launch would weigh much; with a long
 array, both arms take the time of reading it. Short calls are timed in a CUDA graph, and there the
-claim is one of parity: on an H200 it takes 4.6 µs and the other 4.7, and on an H100 the single pass
-is 3 % slower, 5.4 µs instead of 5.2. In the trace on an H200, the kernel of the single pass takes
-4.3 µs and the other two 2.8 and 1.3 (on an H100 5.1, 3.2 and 1.6): the fence, the ticket and the
-last block's sum cost more than the second kernel, and save only the gap between the two, which is
-short in a graph. Where there is no graph, a single pass saves a launch by the host. Wall time,
-which contains it, is reported as well: 8 to 14 µs instead of 11 to 18 on H200s, and 12 instead of
-16 on an H100. The library arm, CUB's DeviceReduce::Sum, launches two kernels as well, and takes
-1.21 to 1.23 times as long as the single pass on H200s and 1.16 times on an H100.
+claim is one of parity. On H200s both arms take 4.6 to 4.7 µs, and on an H100 the single pass is 3 %
+slower, 5.4 µs instead of 5.2. In a trace on an H200, the kernel of the single pass takes 4.3 µs and
+the other two 2.8 and 1.3 (on an H100 5.1, 3.2 and 1.6). So the fence, the ticket and the last
+block's sum take longer than the second kernel. What they save is only the gap between the two
+kernels, which is short in a graph. Where there is no graph, a single pass saves a launch by the
+host. Wall time, which contains it, is reported as well: 8 to 19 µs instead of 11 to 23 on H200s,
+and 12 instead of 16 on an H100. The library arm, CUB's DeviceReduce::Sum, launches two kernels as
+well, and takes 1.21 to 1.25 times as long as the single pass on H200s and 1.16 times on an H100.
 """
 
 import torch

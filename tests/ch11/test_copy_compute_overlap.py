@@ -15,12 +15,11 @@ The limit is the sum over the maximum of the stage times, 3x where they are equa
 They are nearly equal because the products are in fp32 without TF32: on the tensor cores a product
 takes a fraction of a copy's time, and the limit is about 2x, that of the copies in both directions.
 Three things keep the gain below the limit. With "three_streams" the copies take longer in all (8 %
-on an H200, 11 % on an H100) because they run in both directions at once, a few percent of the wall
-time pass before and after the GPU's work, and during the first and the last chunk only some stages
-work. More chunks would shorten the last, but 2048 rows make 128 tiles of 256 x 128, just enough for
-132 SMs. With chunks of half as many rows, cuBLAS has to split the sum of each tile between two
-blocks (split-K), the host launches twice as much, and the whole is slower. Host memory must be
-pinned.
+on an H200, 11 % on an H100), because they run in both directions at once. A few percent of the wall
+time pass before and after the GPU's work. During the first and the last chunk only some stages
+work. More chunks would shorten that, but 2048 rows make 128 tiles of 256 x 128, just enough for 132
+SMs. With chunks of half as many rows, cuBLAS has to split the sum of each tile between two blocks
+(split-K), and the host launches twice as much; no arm measures that. Host memory must be pinned.
 """
 
 import pytest

@@ -5,9 +5,10 @@ results of all four, and the next round needs its result. In the baseline the ho
 order with cudaDeviceSynchronize, twice per round. Each time the GPU is idle from the end of the
 last kernel until the host has woken up and its next launch has arrived. "events" records an event
 behind each kernel that another stream depends on, and lets that stream wait for it
-(cudaStreamWaitEvent). The host does not wait. Its launches and events then set the pace. "graph"
-captures these launches: the events become edges of a CUDA graph, which replaces the 100 kernel
-launches and the copy by one launch. Code that synchronizes with the host cannot be captured.
+(cudaStreamWaitEvent). The host does not wait; its launches and events then set the pace, as the
+gain of the next rung suggests. "graph" captures these launches: the events become edges of a CUDA
+graph, which replaces the 100 kernel launches and the copy by one launch. Code that synchronizes
+with the host cannot be captured.
 
 The claim is judged on wall time, and both arms run the same 100 kernels. The gain ends where
 kernels run much longer than the delay of a synchronization. The host still has to wait where it

@@ -6,12 +6,12 @@ On two streams they run concurrently. This is how blocks of a KV cache are swapp
 states are offloaded: the next block comes in while the last one goes out.
 
 The claim is judged on wall time until both copies are complete. The limit is 2x, for copies of
-equal length. In traces on H200s each copy takes 11 to 15 % longer while the other runs, and about
-1.7x is reached (1.59x to 1.76x). On an H100 it takes 12 % longer in the trace, but single calls
-took 2.8 to 4.7 ms, and the gain is 1.53x; what delayed them was not measured. The gain ends where
-the two directions share a bottleneck: the bandwidth of host memory, which carries both, or a switch
-between the GPU and the host. Host memory must be pinned: a copy from pageable memory passes through
-a staging buffer, and the host waits for it.
+equal length. In traces on H200s each copy takes 7 to 15 % longer while the other runs, and the gain
+is 1.67x to 1.79x. On an H100 it takes 12 % longer in the trace, but single calls took 2.8 to 4.7
+ms, and the gain is 1.53x; what delayed them was not measured. The gain ends where the two
+directions share a bottleneck: the bandwidth of host memory, which carries both, or a switch between
+the GPU and the host. Host memory must be pinned: a copy from pageable memory passes through a
+staging buffer, and the host waits for it.
 """
 
 import pytest

@@ -5,17 +5,17 @@ cudaFree also waits until the GPU is idle, which delays the launches after it. A
 allocation (cudaMallocAsync) is an operation in the stream: a step reuses the memory that the step
 before freed, without mapping and without waiting. "pool" returns its memory to the system at every
 synchronization and maps it again once per call; "retained" keeps it. PyTorch's caching allocator,
-the library arm, is faster than "pool", and 4 to 9 % slower than "retained" on H200s.
+the library arm, is faster than "pool", and takes 4 to 11 % longer than "retained" on H200s.
 
 All arms launch the same kernels, so the difference is the allocator's. The claim is judged on wall
-time, including a synchronization per call. Beside one H200 a call with 8 allocations takes 1.0 ms
-in the baseline, 0.39 in "pool", 0.25 in "retained" and 0.26 in the library arm, and beside another
-1.3, 0.46, 0.26 and 0.29; from the first kernel to the last, the GPU is busy for 15 to 22 % of the
-time in the baseline, and 88 % in "pool". The caching allocator also keeps memory that was freed and
-reuses it in the same stream, without calling CUDA; the arm's loop over the rows runs in Python.
-Where sizes are known in advance, one allocation outside the loop avoids the calls altogether; no
-arm measures that. The gain shrinks as the kernels between allocations grow, and other processes
-cannot use retained memory.
+time, including a synchronization per call. Beside H200s, a call with 8 allocations takes 1.0 to 1.4
+ms in the baseline, 0.39 to 0.49 in "pool", 0.25 to 0.27 in "retained" and 0.26 to 0.30 in the
+library arm. From the first kernel to the last, the GPU is busy for 15 to 23 % of the time in the
+baseline, and 88 to 90 % in both rungs. The caching allocator also keeps memory that was freed and
+reuses it in the same stream, without calling CUDA. In the library arm, the loop over the rows runs
+in Python. Where sizes are known in advance, one allocation outside the loop avoids the calls
+altogether; no arm measures that. The gain shrinks as the kernels between allocations grow, and
+other processes cannot use retained memory.
 """
 
 from functools import partial

@@ -7,11 +7,11 @@ connects the stages: the slower stage sets the pace, and a fast first stage cann
 Only the first of 24 recordings must be decompressed while the other stage waits.
 
 The limit is the sum over the maximum of the stage times, 2x where they are equal. On a host with 32
-CPUs the gain is 1.8x (1.5 to 2.2), with 1.7 times as many cores busy. A gain of 1.8x needs stages
-whose times differ by a quarter at most; they were not timed alone. It also needs two free cores and
-single-threaded stages: with NumPy's multi-threaded BLAS functions the serial arm would already use
-all cores. Stages in pure Python gain nothing, because they hold the GIL; nor do items of a few
-microseconds, which is what a queue operation costs.
+CPUs the gain is 1.8x (1.5 to 2.2), with 1.7 times as many cores busy. The stages were not timed
+alone; a gain of 1.8x is possible where their times differ by a quarter at most. It also needs two
+free cores and single-threaded stages: with NumPy's multi-threaded BLAS functions the serial arm
+would already use all cores. Stages in pure Python gain nothing, because they hold the GIL; nor do
+items of a few microseconds, which is what a queue operation costs.
 
 These recordings do not depend on each other, so a pool of threads that each do both stages could
 use more than two cores. A pipeline is for stages that cannot run twice at once, because they keep a

@@ -5,28 +5,28 @@ block with many long items ends last, and the GPU is partly idle until then. Wit
 atomicAdd per item, a block that becomes free takes the next item (dynamic load balancing). The
 library arm needs neither: it is a grid of one block per item, and the hardware starts the next
 block where one ends. But it repeats the prologue for each item, here the copy of a table to shared
-memory, and on an H100 it takes 1.8 times as long as the queue. That is what a queue is for: blocks
-that stay because their prologue is costly, and items of uneven length. Without a prologue, one
-block per item balances as well and needs no counter; that case is not measured here.
+memory, and takes 1.8 times as long as the queue. A queue is for blocks that stay because their
+prologue is costly, and for items of uneven length. Without a prologue, one block per item balances
+as well and needs no counter; that case is not measured here.
 
 All arms have as many blocks at a time as fit on the GPU, three per SM, so the rungs and the static
 split differ only in how items are distributed. A block requests its next item when it starts the
 current one, so it does not wait for the atomic. At the end, the other blocks wait for at most two
 items of the slowest, in "chunked" for five. "chunked" takes 4 items per atomicAdd: a quarter of the
-atomics, and a coarser split. It is judged against "queue" and claims parity: an item takes so much
-longer than an atomicAdd that fewer of them gain nothing here.
+atomics, and a coarser split. It is judged against "queue" and claims parity: an item takes much
+longer than an atomicAdd, so fewer of them gain nothing here.
 
 The shared memory of an SM, which its three blocks share, is the bottleneck: a load of a warp from
 random addresses takes about three wavefronts (bank conflicts), and 24 warps load. So the SM with
 the most work decides (1.6 times the mean), not the block with the most work (2.4 times), which runs
 faster once the others on its SM have ended. The last block of an SM cannot use the whole bandwidth,
 because each step waits for the one before, so the limit is a little higher. These figures are
-computed, and no counter was read: in a simulation of the loads, with one wavefront per cycle and SM
-and 40 cycles of latency per step, perfect balance would gain 1.75x and the queue gains 1.4x. 1.36x
-is measured on an H200: the queue, too, ends with long items that cannot be split. Where the lengths
-are known, starting the longest items first shortens that end, in the simulation to almost nothing.
-Items of equal length gain nothing. Where items are shorter than an atomicAdd, blocks wait for the
-counter, and chunks reduce that.
+computed; no counter of shared memory was read. In a simulation of the loads, with one wavefront per
+cycle and SM and 40 cycles of latency per step, perfect balance would gain 1.75x and the queue gains
+1.4x. On H200s, 1.31x to 1.36x is measured. The queue, too, ends with long items that cannot be
+split. Where the lengths are known, starting the longest items first shortens that end, in the
+simulation to almost nothing. Items of equal length gain nothing. Where items are shorter than an
+atomicAdd, blocks would wait for the counter, and chunks should reduce that.
 """
 
 import pytest
