@@ -8,16 +8,16 @@
 // At the read rate, about 35 weights per clock arrive at an SM of an H200, and 25 of an H100. It
 // issues 4 warp instructions per clock (128 lanes), of which at most half are integer or logic
 // instructions. So on an H200 a weight can take 3.7 instructions, 1.8 of them integer ones, before
-// instructions bind instead of bytes. Only how the rungs make fp32 weights of a word differs:
+// instructions bind instead of bytes. Rungs differ only in how they make fp32 weights of a word:
 //
 //   convert    Plain C: shift (SHF), mask (LOP3), convert (I2FP) and subtract 8. Three of the four
 //              are integer instructions.
 //   bit_trick  The fp16 number with the bits 0x6400 is 1024, and the last of its bits counts one. A
 //              nibble in its low bits makes it 1024 + nibble, so no conversion is needed: mask and
 //              set bits in both halves of the word, subtract 1032 from both (HADD2), and widen each
-//              to fp32. The next nibble of a half counts 16 each; one HFMA2 scales and subtracts. nvcc
-//              makes two LOP3 of (word & mask) | 0x64006400 if both constants are immediates,
-//              because the instruction has room for one.
+//              to fp32. A nibble in the next four bits counts 16 times as much; one HFMA2 scales it
+//              and subtracts. nvcc makes two LOP3 of (word & mask) | 0x64006400 if both constants
+//              are immediates, because the instruction has room for one.
 //   lop3       LOP3 computes any function of three operands. Inline PTX gets one instruction, with
 //              the second constant in a register.
 //   lop3_c     One LOP3 without PTX: the second constant is in __constant__ memory, where the

@@ -2,7 +2,7 @@
 // a is m x k, b is n x k, out is m x n, all row-major: the layout of a linear layer.
 //
 // Both kernels compute tiles of 128 x 128 with 256 threads, two blocks per SM, and copy tiles of a
-// and b to shared memory with cp.async, two steps ahead. They differ in what multiplies them:
+// and b to shared memory with cp.async, two steps ahead. They differ in the units that multiply:
 //
 //   fp32_units    Each thread computes 8 x 8 outputs. Per four columns of k it loads 16 times 8
 //                 bytes from shared memory, converts 64 elements to fp32, and issues 256 FMAs. An

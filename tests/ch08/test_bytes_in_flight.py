@@ -1,21 +1,22 @@
 """At an eighth of the occupancy, several loads in flight per thread beat one load per thread.
 
-Memory bandwidth takes bytes in flight: bandwidth times latency, tens of kilobytes per SM (Little's
-law). They are threads times loads per thread times bytes per load. With one block of 256 threads
-per SM and one 16-byte load per thread, they are 4 KiB, too little. If each thread issues two, four
-or eight loads before it uses the first, they are 8, 16 or 32 KiB. Loads per thread replace the
-warps that do not fit (test_occupancy_block_size.py adds warps instead), though not all of them: no
-rung reaches torch.mul, the library arm, which chooses its own grid. Eight loads come to 0.9 of its
-rate on an H200 (89 % of a copy) and 0.95 on an H100 (94 %). Full occupancy with one load per thread
-has the same 32 KiB in flight. On an H200 it reaches 90 % of a copy in a grid-stride loop
-(test_occupancy_block_size.py), but 99 % in ch07/vectorized_copy, where each thread loads once and
-ends. So the bytes in flight are not all that counts; why the loop is slower was not examined.
+To reach the memory bandwidth, an SM needs tens of kilobytes in flight: its bandwidth times the
+latency (Little's law). The bytes in flight are threads times loads per thread times bytes per load.
+One block of 256 threads per SM with one 16-byte load per thread has 4 KiB, too little. If each
+thread issues two, four or eight loads before it uses the first, the block has 8, 16 or 32 KiB.
+Loads per thread replace most of the warps that do not fit (test_occupancy_block_size.py adds warps
+instead). No rung reaches torch.mul, the library arm, which chooses its own grid. Eight loads come
+to 0.9 of its rate on an H200 (89 % of a copy) and 0.95 on an H100 (94 %). Full occupancy with one
+load per thread has the same 32 KiB in flight. On an H200 it reaches 90 % of a copy in a grid-stride
+loop (test_occupancy_block_size.py), but 99 % in ch07/vectorized_copy, where each thread loads once
+and ends. So the bytes in flight are not all that counts; why the loop is slower was not examined.
 
 The grid is built to be small, as for a kernel that needs an SM's registers or shared memory for one
 block, so the baseline is naive. All rungs are measured against it. The limit is memory bandwidth.
 On an H200, twice the bytes in flight give 1.5x, not 2x: a turn of the loop takes 0.56 µs with one
-load per thread, 0.76 with two and 2.3 with eight, as memory gets busier. Each 16-byte load in
-flight takes four registers per thread. At full occupancy there is little to gain.
+load per thread, 0.76 with two and 2.3 with eight. Memory may respond later because it is busier;
+that was not examined. Each 16-byte load in flight takes four registers per thread. At full
+occupancy there is little to gain.
 """
 
 import pytest

@@ -9,18 +9,18 @@ may with `-ffast-math`, which is off in all arms. The library arm, sixteen chain
 of two numbers each, is faster than all rungs: an instruction multiplies two chains at once.
 
 Little's law predicts the gains: latency times throughput is the number of multiplications in flight
-that keeps the multipliers busy, 6 with a latency of 3 clocks (AMD's Zen), 8 with one of 4 (Intel's
-Skylake and later). Up to there, twice as many chains halve the time. So "two" and "four" can each
-gain 2x, and "eight" 6/4 or 8/4. More scalar chains gain nothing: two multiplications per clock are
-the limit. Each also takes a load, of which some CPUs start no more than two per clock. The gain is
-smaller if another thread uses the same core's multipliers (SMT), and it ends earlier where data
-comes from farther than the L1 cache.
+that keeps the multipliers busy. That is 6 with a latency of 3 clocks (AMD's Zen) and 8 with one of
+4 (Intel's Skylake and later). Up to there, twice as many chains halve the time. So "two" and "four"
+can each gain 2x, and "eight" 6/4 or 8/4. More scalar chains gain nothing: two multiplications per
+clock are the limit. Each also takes a load, of which some CPUs start no more than two per clock.
+The gain is smaller if another thread uses the same core's multipliers (SMT), and it ends earlier
+where data comes from farther than the L1 cache.
 
-Here it does not: 2048 numbers are 16 KiB, and each call passes over them 256 times, so that the
-call from Python is a small part of its time. All arms make the same passes, and the chains run on
-from one to the next. All rungs are C without SIMD: a test beside the claim checks that their
-multiplications are scalar, and that none of the chains was merged. The record itself has no
-evidence, since instructions per clock need the CPU's counters.
+Here the numbers fit in the L1 cache: 2048 of them are 16 KiB. Each call passes over them 256 times,
+so that the call from Python is a small part of its time. All arms make the same passes, and the
+chains run on from one to the next. All rungs are C without SIMD: a test beside the claim checks
+that their multiplications are scalar, and that none of the chains was merged. The record itself has
+no evidence, since instructions per clock need the CPU's counters.
 """
 
 import platform

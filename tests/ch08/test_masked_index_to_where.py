@@ -1,21 +1,22 @@
 """torch.where beats gathering and scattering through a boolean mask.
 
-`y[mask] = f(x[mask])` reads like a branch, but a GPU cannot index with a mask. Each of the two uses
-first compacts the mask to a list of 8-byte indices (torch.nonzero), and the host waits until it
-knows how many there are. Then come a gather, the function and a scatter, through the indices.
-"where" computes the function for all elements and selects (predication): three kernels in place of
-a dozen, which read and write whole arrays, and no wait. "compiled" fuses these three, so each
-element is read once and written once: 2 arrays instead of 6.5, a byte for each mask included. The
-function here is the negative half of ELU, and half of the elements are negative. PyTorch has a
-kernel for it (elu, the library arm), which is faster than both rungs; where is for functions that
-have none.
+`y[mask] = f(x[mask])` reads like a branch, but a GPU cannot index with a mask. Both uses of the
+mask first compact it to a list of 8-byte indices (torch.nonzero), and the host waits until it knows
+how many there are. The indices then serve a gather, before the function, and a scatter after it.
+"where" computes the function for all elements and selects (predication). That takes three kernels,
+which read and write whole arrays, instead of a dozen, and no wait. "compiled" fuses these three, so
+each element is read once and written once: 2 arrays instead of 6.5, which include the mask's bytes.
+The function here is the negative half of ELU, and half of the elements are negative. PyTorch has a
+kernel for it (elu, the library arm), which is faster than both rungs; torch.where is for functions
+without such a kernel.
 
-The claim is judged on wall time, because the baseline's waits are part of its cost, though most of
-it is the passes. As kernels, "compiled" and elu take the same time; in wall time the compiled call
-costs some 12 µs more on an H200 and 22 on an H100, so it reaches 85 and 84 % of the copy rate. The
-limit of "compiled" is one read and one write at memory bandwidth. An index wins where few elements
-are selected and the function is expensive. In a backward pass, a function that is infinite or NaN
-outside of its mask makes the gradient NaN, although where discards its value.
+The claim is judged on wall time, because the baseline's waits are part of its cost, though its
+passes take most of the time. As kernels, "compiled" and elu take the same time; in wall time the
+compiled call costs 10 to 15 µs more on H200s and 22 on an H100. So it reaches 81 to 88 % of the
+copy rate on H200s and 84 on the H100. The limit of "compiled" is one read and one write at memory
+bandwidth. An index wins where few elements are selected and the function is expensive. In a
+backward pass, a function that is infinite or NaN outside of its mask makes the gradient NaN,
+although torch.where discards its value.
 """
 
 import pytest

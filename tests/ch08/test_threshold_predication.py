@@ -3,24 +3,24 @@
 A warp executes a branch when any of its 32 lanes takes it, with the other lanes masked off. With 7
 % of random elements above the threshold, 9 of 10 warps execute the function with two or three
 active lanes. "compacted" collects these elements of a tile in a shared-memory queue (stream
-compaction): a tenth as many warps compute the function, and the rest of the kernel is a copy; it
-reaches 98 % of the copy rate on an H100 and 91 % on an H200; why it reaches less there was not
+compaction). A tenth as many warps compute the function, and the rest of the kernel is a copy. It
+reaches 98 % of the copy rate on an H100 and 91 % on an H200; the reason for the difference was not
 examined. A cheaper function is better still: on an H200, a plain branch around one Halley step,
-which computes the same, takes 133 µs, and "compacted" 137. That branch is the library arm of
-"compacted", which is 3 % slower there and 1 % faster on an H100, and the costly baseline is
-declared naive. "select" lets all lanes compute the function and keeps the result only where it is
+which computes the same, takes 133 µs, and "compacted" 137. So the costly baseline is declared
+naive, and that branch is the library arm of "compacted": it is 3 % faster on an H200 and 1 % slower
+on an H100. "select" lets all lanes compute the function and keeps the result only where it is
 needed (predication). That removes the divergence, but it saves only the warps' branch instructions:
-nearly all warps computed the function before. It gains 2 % on an H200 and nothing on an H100, so
+nearly all warps computed the function before. It gains 1 to 2 % on H200s and nothing on an H100, so
 this rung claims parity.
 
 All kernels load 8 elements per thread. "compacted" is for a costly function that has no cheap form.
-Here Lambert's W by bisection stands for one: its 24 steps are there to be expensive. Its speedup
-cannot exceed the ratio of the share of warps with such an element to the share of elements above
-the threshold, 13x here. "select" is for cheap functions, here the same by one Halley step, where
-memory is the limit anyway; memory binds there with the branch as well, so the parity shows only
-that a select costs nothing. For a function of a few instructions the compiler replaces the branch
-with predication itself. In sorted or clustered data few warps diverge, and then queue and select
-are pure overhead.
+Here Lambert's W by bisection stands for one: its 24 steps are there to be expensive. The speedup of
+"compacted" cannot exceed the share of warps that compute the function divided by the share of
+elements above the threshold, 13x here. "select" is for cheap functions, here the same by one Halley
+step, where memory is the limit with the branch as well. So the parity shows only that a select
+costs nothing. For a function of a few instructions the compiler replaces the branch with
+predication itself. In sorted or clustered data few warps diverge, and then queue and select are
+pure overhead.
 """
 
 import pytest

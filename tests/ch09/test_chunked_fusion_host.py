@@ -11,16 +11,17 @@ without a compiler (cache blocking).
 
 Each rung is judged against the one before it. The evidence of "in_place" is that the page faults
 are gone; hosts offer no counter of the bytes from main memory here. For "chunks", a test beside the
-claim runs both functions on arrays that record each access, and counts what a cache that keeps the
-blocks used last reads from memory and writes back, 7 of each in place, 1 of each by chunks, and 7
-again where a chunk does not fit (it does not count reads of lines that are then overwritten). A
-chunk must fit in the cache with its input, and must be large enough to outweigh the Python overhead
-of seven calls. The limit is that of the passes, 7x, where an operation takes no longer on cached
-data than memory takes to deliver them; NumPy's operations on cached data are slower than that on
-one core, so the gain is far less. Arrays that fit in the cache gain nothing; operations across
-chunks (sorting, means) cannot be split in this way. Compilers fuse loops by themselves (numexpr,
-Numba, torch.compile). There is no library arm: numexpr is not among the packages of the course, and
-torch.compile on the host, which is, was not measured. So it is open whether a compiler is faster.
+claim runs both functions on arrays that record each access, and simulates a cache that keeps the
+blocks used last. In place, the array is read from memory 7 times and written back 7 times; by
+chunks once each, and 7 times again where a chunk does not fit. (Reads of lines that are then
+overwritten are not counted.) A chunk must fit in the cache with its input, and must be large enough
+to outweigh the Python overhead of seven calls. The ratio of the passes, 7x, is the limit; it can be
+reached only where operations on cached data are faster than memory. The gain here is far less;
+NumPy's arithmetic on one core may be too slow for more, which was not measured. Arrays that fit in
+the cache gain nothing; operations across chunks (sorting, means) cannot be split in this way.
+Compilers fuse loops by themselves (numexpr, Numba, torch.compile). There is no library arm: numexpr
+is not among the packages of the course, and torch.compile on the host, which is, was not measured.
+So it is open whether a compiler is faster.
 """
 
 from collections import OrderedDict

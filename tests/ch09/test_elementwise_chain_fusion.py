@@ -4,8 +4,8 @@ Eager PyTorch runs each operation as a kernel that reads the whole array from me
 back, in place or not: 8 kernels move 16 arrays. At an arithmetic intensity of one operation per 8
 bytes, all of them are memory-bound. torch.compile generates one kernel that keeps each element in a
 register from the first operation to the last and moves 2 arrays. The limit is the ratio of the
-bytes, about 8x, where both arms run at copy bandwidth. An H200 reaches 8.07x: each of the eight
-kernels takes 129 µs on average, as long as the fused one.
+bytes, about 8x, where both arms run at copy bandwidth. An H200 and an H100 reach it: on the H200,
+each of the eight kernels takes 129 µs on average, as long as the fused one.
 
 The gain is smaller where the array fits in the L2 cache, where an operation in the chain does not
 fuse (a sort, a library GEMM), and where the chain is long enough to become compute-bound.

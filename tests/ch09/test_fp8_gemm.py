@@ -8,15 +8,15 @@ torch.compile ("fused_cast"), the cast reads 2 bytes per element and writes 1. G
 the same in both rungs, and each is compared with the one before; the first baseline is cuBLAS in
 bf16. Bytes are not all that fusing saves. On an H200, the division by the rows' maxima takes two
 fifths of the eager cast, three times as long as the multiplication by a constant, which passes over
-as many bytes: PyTorch's kernel for operands of different shapes is slower. And eager code that
-multiplies by 448 / maximum saves one pass, which was not measured: against it, "fused_cast" would
-gain less.
+as many bytes: PyTorch's kernel for operands of different shapes is slower. Eager code could also
+multiply by 448 / maximum and so save one pass (not measured); against it, "fused_cast" would gain
+less.
 
 The GEMM takes O(n^3) operations and the cast O(n^2) bytes, so the cast matters less the more
-outputs a layer has: with few, it costs more than fp8 gains. It costs least in the kernel that
+outputs a layer has: with few, it costs more than fp8 gains. The cast costs least in the kernel that
 produces the activations (test_fused_rowwise_quantize.py, test_fp8_inference.py). The result differs
 by some percent of a typical value, which `precision` declares. `use_fast_accum` keeps partial sums
-in the tensor cores, which have fewer bits than fp32: inference allows it, training often does not.
+in the tensor cores, with fewer bits than fp32: inference allows it, training often does not.
 """
 
 import pytest

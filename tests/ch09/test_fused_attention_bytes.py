@@ -9,14 +9,15 @@ reach device memory, so bytes and peak memory grow with the number of tokens, no
 
 `scaled_dot_product_attention` is PyTorch's fused attention; test_sdpa_backend_choice.py compares
 its implementations. torch.compile, the library arm, recognizes the explicit version and calls the
-same fused kernel, so it is level. The products are the same, so the gain is the time of the passes
-over the scores. On an H200 traffic explains only part: eager softmax takes four times as long as
-the scaling, which moves as many bytes. So the second claim has a stronger baseline: its softmax is
-compiled by itself, and q is scaled instead of the scores. Four of six passes over the scores are
-left, and 4.6x is gained on an H200. There the compiled softmax takes 2.4 ms, 2.4 times as long as a
-copy of the scores; with one at copy speed, which ch14/online_softmax comes close to, the gain would
-be 2.8x: half of the time saved is that kernel's own. The gain must shrink for short sequences,
-whose scores stay in the L2 cache, and for a single query, whose scores are one row (not measured).
+same fused kernel, so it is level. The products are the same, so most of the gain is the time of the
+passes over the scores. On an H200 traffic explains only part of it: eager softmax takes four times
+as long as the scaling, which moves as many bytes. So the second claim has a stronger baseline: its
+softmax is compiled by itself, and q is scaled instead of the scores. Four of six passes over the
+scores are left, and fused attention gains 4.6x on an H200. There the compiled softmax takes 2.4 ms,
+2.4 times as long as a copy of the scores. At copy speed, which ch14/online_softmax comes close to,
+the gain would be 2.8x: half of the time saved is due to that slow kernel. The gain must shrink for
+short sequences, whose scores stay in the L2 cache, and for a single query, whose scores are one row
+(not measured).
 """
 
 import torch

@@ -5,16 +5,16 @@ per step makes nine kernels, most of which read and write whole arrays, several 
 bytes of 23 fp16 arrays, where four are needed (two read, two written). PyTorch's RMSNorm ("two")
 leaves two kernels and five arrays, because it reads the sum back. In the fused kernel ("one_pass")
 each program keeps its row in registers from the load to the store: four arrays. torch.compile, the
-library arm, makes a single kernel of the nine steps: "two" takes 1.3 times as long on an H200 and
-1.4 times on an H100, and "one_pass" 1 to 2 % less.
+library arm, makes a single kernel of the nine steps. Its loop reads the row once for the sum of
+squares and once more for the result. "two" takes 1.3 times as long as that kernel on an H200 and
+1.4 times on an H100, and "one_pass" takes 1 to 2 % less time.
 
 Each rung is compared with the one before. The steps are a naive baseline, since PyTorch has an
-RMSNorm. torch.compile of the steps is the library arm: it makes one kernel of them as well, whose
-loop reads the row once for the sum of squares and once more for the result. From "two" to
-"one_pass" the ratio of the bytes is 5 / 4. The rest of the gain is PyTorch's RMSNorm kernel: in the
-traces of an H200 it moves its two arrays at 3.4 TB/s, and the fused kernel its four at 4.2; on an
-H100 these are 2.2 to 2.3 and 3.1. The gain ends where a row exceeds the registers of a block, where
-the arrays stay in the L2 cache, or where few rows leave SMs idle.
+RMSNorm. From "two" to "one_pass" the ratio of the bytes is 5 / 4. The rest of the gain is PyTorch's
+RMSNorm kernel: in the traces of an H200 it moves its two arrays at 3.3 to 3.4 TB/s, and the fused
+kernel moves its four at 4.2. On an H100 the rates are 2.2 to 2.3 and 3.1. The gain ends where a row
+exceeds the registers of a block, where the arrays stay in the L2 cache, or where few rows leave SMs
+idle.
 """
 
 from functools import cache

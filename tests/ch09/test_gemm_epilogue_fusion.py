@@ -1,26 +1,26 @@
 """Adding a bias and GELU in the epilogue of a GEMM beats two more passes over its result.
 
-A GEMM holds its result in registers before it stores it. What is computed there, in the epilogue,
-costs neither a kernel nor a byte: the library has variants that add a bias per column and apply an
-activation function. The three kernels of "eager" move the result five times: one write, then two
-reads and two writes. "addmm" adds the bias in the epilogue, "gelu_epilogue" applies GELU as well:
-one kernel, one write. Each is measured against the rung before. torch.nn.Linear calls addmm, so its
-users have the first rung already, and `x @ weight + bias` is declared naive; most of what "addmm"
-gains over it is PyTorch's slow kernel for a broadcast addition. torch.compile is the library arm:
-it makes one kernel of bias and GELU, behind the GEMM, and so moves the result as often as "addmm".
-With mode="max-autotune" it may choose a Triton GEMM that has both in its epilogue; that is not
-measured here. On H200s the library arm is slower than both rungs: it took 1.02 times as long as
-"addmm" in two runs, and 1.13 in a third, in which its kernel of bias and GELU took almost twice as
-long as PyTorch's GELU for the same bytes. On an H100 that kernel takes 1.2 times as long, and the
-arm as long as "addmm".
+A GEMM holds its result in registers before it stores it. Arithmetic at that point, in the epilogue,
+needs no kernel of its own and moves no bytes. The library has variants that add a bias per column
+and apply an activation function. The three kernels of "eager" move the result five times: one
+write, then two reads and two writes. "addmm" adds the bias in the epilogue, "gelu_epilogue" applies
+GELU as well: one kernel, one write. Each is measured against the rung before. torch.nn.Linear calls
+addmm, so its users have the first rung already, and `x @ weight + bias` is declared naive; most of
+what "addmm" gains over it is PyTorch's slow kernel for a broadcast addition. torch.compile is the
+library arm: it makes one kernel of bias and GELU, behind the GEMM, and so moves the result as often
+as "addmm". With mode="max-autotune" it may choose a Triton GEMM that has both in its epilogue; that
+is not measured here. On H200s the library arm is slower than both rungs: it takes 1.02 times as
+long as "addmm", and took 1.13 times as long in one session. In that session its kernel of bias and
+GELU took almost twice as long as PyTorch's GELU for the same bytes. On an H100 that kernel takes
+1.2 times as long as GELU, and the arm as long as "addmm".
 
 torch.addmm calls cuBLASLt with a bias epilogue if the bias is a vector. `torch._addmm_activation`
 has no public name; torch.nn.TransformerEncoderLayer calls it for inference. On a GPU its GELU is
 the tanh approximation, which all arms use. The layer has 2048 inputs and 8192 outputs, for 16384
-tokens. Both epilogues make the GEMM longer: on an H200 the passes that they replace take 354 and
-180 µs in the traces, and the rungs save 310 and 111. A larger inner dimension makes the GEMM longer
-and the passes no longer, so the gain falls with the width of the model. Training needs the input of
-GELU for the backward pass, so the epilogue has to store it, too.
+tokens. Both epilogues make the GEMM longer: in the traces of H200s, the passes that they replace
+take 330 to 354 and 152 to 180 µs, and the rungs save 308 to 319 and 109 to 113 µs. A larger inner
+dimension makes the GEMM longer and the passes no longer, so the gain falls with the width of the
+model. Training needs the input of GELU for the backward pass, so the epilogue has to store it, too.
 """
 
 import pytest

@@ -5,17 +5,17 @@ subtraction, square and addition per element, far below the ridge of the rooflin
 the elements set the time. Two bytes per element instead of four ("halves") halve it if as many
 bytes stay in flight: each lane has eight loads of 16 bytes in flight in all arms, which are one
 vector of floats or two of halves. A kernel that only replaces its float by a half per load also
-halves its bytes in flight, and may gain nothing (ch08/bytes_in_flight). On an H200, "halves" takes
-53 % of the time rather than 50: both times, 123.6 and 65.9 µs, are those of the bytes at the read
-rate of 4.6 TB/s plus 7 to 8 µs that do not halve, such as the start and the end of a kernel. The
-library arm, a kernel of torch.compile on the same halves, takes 1.25 times as long as "halves" on
-an H200. On an H100 it is faster than both rungs: it takes 3 % less than "halves" and 2 % less than
-"packed".
+halves its bytes in flight, and may gain nothing (ch08/bytes_in_flight). On H200s, "halves" takes 53
+% of the time rather than 50. Both arms, with about 124 and 66 µs, take 7 to 8 µs longer than a read
+of their bytes at 4.6 TB/s, and 10 to 12 in one session. That part does not halve; it may be the
+start and the end of the kernel. The library arm, a kernel of torch.compile on the same halves,
+takes 1.2 to 1.3 times as long as "halves" on H200s. On an H100 it is faster than both rungs: it
+takes 3 % less than "halves" and 2 % less than "packed".
 
 "halves" converts elements to fp32 when they are in registers, so nothing is lost but the precision
 of the stored values. "packed" subtracts, squares and adds two halves per instruction (half2, HADD2
 and HFMA2) instead: fewer instructions and rounded sums. Memory sets the time of both, so this rung
-gains 1 % only. Packed arithmetic pays where arithmetic is the limit, for example with values in
+gains only 1 %. Packed arithmetic pays where arithmetic is the limit, for example with values in
 shared memory.
 
 The limit is a read of the halves. Vectors of all arms have the same values, those of the halves;

@@ -7,24 +7,24 @@ issue rate. "bit_trick" makes no integer conversion. It masks two nibbles at onc
 of 1024 above them, which gives the fp16 numbers 1024 + nibble; one packed subtraction follows. The
 library arm of this rung is tinygemm (`torch.ops.aten._weight_int4pack_mm`), PyTorch's kernel for
 such weights, with x and results in bf16. It uses tensor cores, whose tiles are made for several
-vectors, and is slower than even "convert" here. Inline PTX ("lop3") gains nothing over "bit_trick"
-and loses to its library arm, a C kernel with as few LOP3s: by 2 % on an H200 and 1 % on an H100.
+vectors, and is slower than even "convert" here. Inline PTX ("lop3") gains nothing over "bit_trick".
+Its library arm, a C kernel with as few LOP3s, is faster: by 2 % on an H200 and 1 % on an H100.
 
 nvcc makes two LOP3 of (word & mask) | bits if both constants are immediates, because the
-instruction has room for one. Inline PTX ("lop3") gets one instruction, with the second constant in
-a register; in C, a constant that the compiler cannot see (in `__constant__` memory) does the same.
-That is the library arm of "lop3": it is 2 % faster than both rungs on an H200, and within 1 % of
-both on an H100. With half of the LOP3s gone, "lop3" takes as long as "bit_trick" on an H200 and 2 %
-longer on an H100, so the kernel does not wait for the integer units: this rung claims parity. Look
-at the counters before you write PTX.
+instruction has room for one. Inline PTX gets one instruction, with the second constant in a
+register. In C, a constant that the compiler cannot see (in `__constant__` memory) does the same.
+That is the library arm of "lop3"; on an H100 "bit_trick" is 1 % faster than it. With half of the
+LOP3s gone, "lop3" takes as long as "bit_trick" on an H200 and 2 % longer on an H100, so the kernel
+does not wait for the integer units: this rung claims parity. Look at the counters before you write
+PTX.
 
 Each rung is compared with the one before; loads, scales and fp32 sums are the same in all. The
-limit is one read of the weights at memory bandwidth. "bit_trick" reaches 62 % of it on an H200, and
-85 % on an H100, whose memory is slower. What binds is not measured. A suspect is x: per 16 bytes of
-weights of each of its four rows, a lane loads 64 bytes of x from the caches and converts them, as
-many bytes as weights. There is no gain where plain C reaches the memory bandwidth already, as on a
-GPU that delivers fewer weights per clock. With many vectors at once this is a GEMM on tensor cores,
-where the same unpacking feeds the operands.
+limit is one read of the weights at memory bandwidth. "bit_trick" reaches 61 to 62 % of it on H200s,
+and 85 % on an H100, whose memory is slower. What binds on an H200 was not measured. It may be x:
+for 16 bytes of weights from each of its four rows, a lane loads as many bytes of x, 64, from the
+caches and converts them. There is no gain where plain C reaches the memory bandwidth already, as on
+a GPU that delivers fewer weights per clock. With many vectors at once this is a GEMM on tensor
+cores, where the same unpacking feeds the operands.
 """
 
 import pytest

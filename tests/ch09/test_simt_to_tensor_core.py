@@ -1,11 +1,11 @@
 """Tensor cores multiply bf16 matrices over nine times as fast as the SM's fp32 units.
 
-A kernel that multiplies bf16 with ordinary instructions (SIMT) converts each element to fp32 and
-issues an FMA for every 32 products of a warp. A tensor core multiplies whole fragments: one
-warp-wide mma.sync makes 2048 products for 16 x 8 outputs, and takes bf16 as it is. On Hopper, that
-is still half the speed of cuBLAS, the library arm, which uses wgmma: for mma.sync, warps load all
-fragments into registers first, while wgmma reads tiles from shared memory. How much of the other
-half is due to that was not measured. ch10/wgmma_ladder starts with mma.sync and goes there.
+A kernel that multiplies bf16 with ordinary instructions (SIMT) converts each element to fp32, and a
+warp issues one FMA per 32 products. A tensor core multiplies whole fragments: one warp-wide
+mma.sync makes 2048 products for 16 x 8 outputs, and takes bf16 as it is. On Hopper, that is still
+half the speed of cuBLAS, the library arm, which uses wgmma. For mma.sync, warps first load all
+fragments into registers; wgmma reads tiles from shared memory. How much of the other half is due to
+that was not measured. ch10/wgmma_ladder starts with mma.sync and goes there.
 
 Sums are in fp32 in both kernels, and tiles, threads and copies are the same; what multiplies the
 tiles is the only difference. The baseline keeps 8 x 8 sums per thread in registers and copies tiles
