@@ -14,7 +14,7 @@ class NeedsGpu(UsageError):
 
 
 class ArmError(AiperfError):
-    """An arm raised an error, its cause, that a sentence explains better than its traceback."""
+    """An arm raised an error (the cause); this message explains it better than a traceback."""
 
 
 class BuildError(AiperfError):

@@ -22,7 +22,7 @@ PrecisionName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8_e5m2", "fp8
 
 
 class Metric(StrEnum):
-    """Figure that a claim is judged on: GPU time, wall time, peak bytes or a score."""
+    """Figure that is compared: GPU time, wall time (host's clock), peak bytes or a score."""
 
     DEVICE = "device"
     WALL = "wall"
@@ -47,30 +47,30 @@ class Mode(StrEnum):
 class Against(StrEnum):
     """Kind of baseline."""
 
-    IDIOMATIC = "idiomatic"
-    LIBRARY = "library"
-    PREVIOUS_RUNG = "previous rung"
-    NAIVE = "naive"
+    IDIOMATIC = "idiomatic"  #: What a competent user writes first.
+    LIBRARY = "library"  #: A library's implementation.
+    PREVIOUS_RUNG = "previous rung"  #: The optimized arm of an earlier rung of the same ladder.
+    NAIVE = "naive"  #: Code that no competent user would write, to isolate one effect.
 
 
 class Verdict(StrEnum):
     """Conclusion drawn from a speedup's confidence interval and the noise floor."""
 
-    FASTER = "FASTER"
-    SLOWER = "SLOWER"
-    SAME = "SAME"
-    INCONCLUSIVE = "INCONCLUSIVE"
+    FASTER = "FASTER"  #: The interval lies above 1 + the noise floor.
+    SLOWER = "SLOWER"  #: The interval lies below 1 / (1 + the noise floor).
+    SAME = "SAME"  #: Neither of these, and the interval lies within 2 % of 1.
+    INCONCLUSIVE = "INCONCLUSIVE"  #: Anything else: this run cannot tell.
 
 
 class Outcome(StrEnum):
     """How a claim ended; every collected claim ends in exactly one of these."""
 
-    PASSED = "PASSED"
-    FAILED = "FAILED"
-    INVALID = "INVALID"
-    ERROR = "ERROR"
-    SKIPPED = "SKIPPED"
-    NOT_RUN = "NOT_RUN"
+    PASSED = "PASSED"  #: The claim is met or, without timing, all checks pass.
+    FAILED = "FAILED"  #: A result is wrong, or the claim is not met.
+    INVALID = "INVALID"  #: The times are not valid, for example because the GPU was throttled.
+    ERROR = "ERROR"  #: An exception, a crash or the time limit ended the claim.
+    SKIPPED = "SKIPPED"  #: The machine lacks what the claim needs.
+    NOT_RUN = "NOT_RUN"  #: The session ended before the claim ran.
 
 
 ARMS: Final = ("baseline", "optimized", "library")  #: The implementations that a claim compares.
@@ -78,15 +78,15 @@ ARMS: Final = ("baseline", "optimized", "library")  #: The implementations that 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The minimum work of one call; divided by a time, it is a rate to compare with a limit."""
+    """The minimum work of one call, from which its rate and its share of the limit are computed."""
 
     read: float = 0.0  #: Bytes that a call must read from device memory: each input once.
     written: float = 0.0  #: Bytes that a call must write to device memory: each output once.
     flops: float = 0.0  #: Floating-point operations; a multiply-add counts as two.
     dtype: str | None = None
-    """Precision of the flops, which need one: "fp64", "fp32", "tf32", "bf16", "fp16", "fp8" (e4m3),
-    "fp8_e5m2", "nvfp4" or "int8". No limit is measured for operations in "fp8_e5m2" and "nvfp4":
-    such work is compared only with the limit of its bytes."""
+    """Precision of the flops, required with ``flops``: "fp64", "fp32", "tf32", "bf16", "fp16",
+    "fp8" (e4m3), "fp8_e5m2", "nvfp4" or "int8". For "fp8_e5m2" and "nvfp4", no compute limit is
+    measured: such work is compared only with the limit of its bytes."""
 
     @property
     def bytes(self) -> float:
@@ -101,9 +101,9 @@ units change with other work on the machine, and from host to host."""
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A figure other than the time of a call, returned by an arm.
+    """The figure that an arm returns beside its results, for ``metric="score"``.
 
-    If its unit is of time, rate or energy, such as ms or tokens/s, no other claim runs meanwhile.
+    If the unit has time or energy in it (ms, tokens/s, J), no other claim runs during the call.
     """
 
     value: float  #: The figure; greater than 0.
@@ -116,7 +116,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Argument of an ``inputs`` function."""
+    """Argument of an ``inputs`` function: where to allocate, the seed, and which size."""
 
     device: str  #: Where to allocate: "cuda" or "cpu".
     seed: int  #: Seed of the inputs; random, numpy and torch are already seeded with it.
@@ -164,13 +164,13 @@ class Gpu:
     """Properties of a GPU, readable without initializing CUDA."""
 
     name: str  #: Product name.
-    key: str  #: Short name that keys results and expectations, such as "h200".
+    key: str  #: Short name in results and expectations, such as "h200".
     uuid: str  #: Unique id from NVML.
     arch: str  #: Compute capability, such as "sm90".
     sms: int  #: Number of SMs.
-    l2_bytes: int  #: Size of the L2 cache.
-    memory_bytes: int  #: Size of the device memory.
-    driver: str  #: Version of the driver.
+    l2_bytes: int  #: Size of the L2 cache in bytes.
+    memory_bytes: int  #: Size of the device memory in bytes.
+    driver: str  #: Version of the NVIDIA driver.
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure and its confidence interval."""
+    """A figure and its confidence interval; from ``clock``: minimum, median and maximum."""
 
     low: float  #: Lower end.
     value: float  #: Estimate.
@@ -227,7 +227,7 @@ class Round:
 class Replicate:
     """Rounds that use the same allocations; the statistics count them as one sample.
 
-    On a GPU, they also have the same input values. On the host, each block has new ones.
+    On a GPU, they also have the same input values. On the host, each block has new values.
     """
 
     seed: int  #: Seed of the inputs.
@@ -291,7 +291,7 @@ class Evidence:
     kind: EvidenceKind  #: Kind of the figure.
     of: str = ""
     """What the figure is about: an opcode, an ncu metric, a part of a kernel's name, a direction of
-    copies, or "copies"; empty for kinds of a single figure."""
+    copies, or "copies" (for ``overlap``); empty for other kinds."""
     kernel: str = ""  #: Only kernels with this text in their name count; empty for all.
     min: float | None = None  #: Lower bound.
     max: float | None = None  #: Upper bound.
@@ -309,8 +309,8 @@ class Finding:
     where: str = ""  #: Kernel or arm that the figure is about; without a figure, why there is none.
     baseline_value: float | None = None  #: The same figure of the baseline; None if not measured.
     baseline_held: bool | None = None
-    """Whether the baseline's figure lies within the bounds, too: then the evidence is only a
-    condition, and it does not show why the optimized arm is faster. None without a figure."""
+    """Whether the baseline's figure lies within the bounds. If so, the evidence is only a condition
+    and does not show why the optimized arm is faster. None without a figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ class Limit:
 
     ceiling: str  #: Name of the limit, such as "copy".
     rate: float  #: The arm's rate.
-    limit: float  #: The limit itself: the highest rate that this GPU reached.
+    limit: float  #: The highest rate that this GPU reached in a micro-benchmark.
     unit: str  #: Unit of the rate and of the limit.
     share: float  #: Rate divided by the limit.
 
@@ -402,7 +402,7 @@ class Timing:
     replicates: tuple[Replicate, ...]  #: The samples.
     unit: str = "s"  #: Unit of the samples.
     better: Literal["higher", "lower"] = "lower"  #: Whether higher or lower values are better.
-    stopped: str = ""  #: Rule that ended sampling: interval "width", "seconds" or "replicates".
+    stopped: str = ""  #: What ended sampling: the interval's "width", "seconds" or "replicates".
     notes: tuple[str, ...] = ()  #: Remarks about the timing, for reports.
 
 
@@ -441,14 +441,14 @@ class Expectation:
 class Result:
     """The record of one claim."""
 
-    claim: str  #: Id of the claim.
+    claim: str  #: Id of the claim; from ``measure``, the name of the optimized arm.
     nodeid: str  #: pytest's id of the test.
-    title: str  #: First line of the test file's docstring.
+    title: str  #: First line of the docstring of the test file or, from ``measure``, of the arm.
     outcome: Outcome  #: How the claim ended.
-    key: str  #: Kind of GPU, or "cpu".
+    key: str  #: Kind of GPU, such as "h200" or, with several ranks, "2xh200"; or "cpu".
     run: str  #: Id of the run.
     started: str  #: Time of the start, ISO 8601.
-    seed: int  #: Seed of the inputs and of the order of blocks.
+    seed: int  #: Seed of the inputs checked before timing; with --reproducible, of all inputs.
     message: str = ""  #: Reason for the outcome.
     host: bool = False  #: Whether it is a host claim.
     against: Against = Against.IDIOMATIC  #: Kind of baseline.
@@ -457,7 +457,7 @@ class Result:
     library: Interval | None = None  #: Speedup of the optimized arm over the library.
     first: Interval | None = None
     """Speedup over the first arm of the ladder; None if that arm is the baseline."""
-    floor: float = 0.0  #: The session's noise floor; 0 if the metric is not a time.
+    floor: float = 0.0  #: The session's noise floor: 0.01 is 1 %; 0 if the metric is not a time.
     timing: Timing | None = None  #: Samples of the judged metric.
     also: tuple[Timing, ...] = ()  #: Samples of the other metrics.
     work: Work | None = None  #: Work of one call.
@@ -504,8 +504,8 @@ def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
 
     ``make(*inputs)`` runs untimed for each input set and returns the callable to time, which is
     called with the same inputs. Before that call, every input that is not :func:`static` is
-    overwritten in place with new values: an arm that computes its result during the setup returns
-    a wrong one and fails the check.
+    overwritten in place with new values. An arm that computes its result during the setup therefore
+    returns a wrong result and fails the check.
     Callables for many input sets exist at the same time, so they must not share buffers.
     """
     return Prepared(make)
@@ -523,6 +523,7 @@ class Static:
 def static(value: T) -> T:
     """Mark an input (weights, tables) whose values an arm may use during its setup.
 
-    Arms receive ``value`` itself; it is not overwritten after the setup.
+    Use it in ``inputs``: ``return x, static(weights)``. Arms receive ``weights`` itself, and it is
+    not overwritten after the setup.
     """
     return cast("T", Static(value))

@@ -121,7 +121,18 @@ class Launcher:
         self._argtypes = [*(kind for _, kind in converters), ctypes.c_void_p]
 
     def __call__(self, *args: Any) -> None:
-        """Launch on the current stream of torch, or of cupy where torch is not in use."""
+        """Launch on the current stream of torch or, if torch does not use the GPU, of cupy.
+
+        Args:
+            args: The function's arguments without the stream: tensors on the GPU for pointers, and
+                Python numbers.
+
+        Raises:
+            UsageError: The arguments do not fit the parameters: number, type, range or strides.
+            BuildError: The library does not load.
+            LaunchError: The function returned a CUDA error.
+
+        """
         if self._library is None:
             self.check(*args)
             raise NeedsGpu(f"{self.name}() is built, but its results can only be checked on a GPU")
@@ -268,7 +279,7 @@ def _launcher(name: str, signature: Signature, source: str, library: Path | None
 
 
 class Kernels:
-    """The launchers of one built .cu file, by name."""
+    """The ``extern "C"`` functions of one built .cu file, by name."""
 
     def __init__(self, source: str, text: str, library: Path | None, name: str = "") -> None:
         self.source = source
@@ -277,7 +288,7 @@ class Kernels:
         self._declared = declared(text)
 
     def __getitem__(self, name: str) -> Launcher:
-        """Return the function ``name``; raise UsageError if the file has no such function."""
+        """Return function ``name``; raise UsageError if it is missing or Python cannot call it."""
         if name not in self._declared:
             if not self._declared:
                 raise UsageError(

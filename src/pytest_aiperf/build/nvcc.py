@@ -369,16 +369,19 @@ class Nvcc:
     used: list[Build] = field(default_factory=list)  #: The builds so far.
 
     def __call__(self, name: str, flags: Sequence[str] = ()) -> Kernels:
-        """Build a ``.cu`` file for the GPU in use or, without one, for the claim's architectures.
+        """Build a ``.cu`` file for the GPU in use.
+
+        Without ``--gpu``, it is built for each architecture that the test's markers allow.
 
         Args:
-            name: Path of the file in a kernel folder, or beside the test. Write it as a literal:
-                files with literal names are built before the tests run, in parallel.
-            flags: Further flags for nvcc, such as ``["-Iinclude", "-Icutlass"]``; a message lists
-                those that are allowed.
+            name: Path of the file, relative to a folder of the ini option ``aiperf_kernels`` or to
+                the test's folder. Write it as a literal, so that all files are built in parallel
+                before the tests run.
+            flags: Further flags for nvcc, such as ``["-Iinclude", "-Icutlass"]``. If one is not
+                allowed, the error lists those that are.
 
         Returns:
-            The file's ``extern "C"`` functions, by name.
+            The file's ``extern "C"`` functions by name, such as ``nvcc("scale.cu")["twice"]``.
 
         Raises:
             UsageError: There is no such file, or a flag is not allowed.

@@ -16,10 +16,10 @@ updates per second, the energy of one second is right to 10 %."""
 
 
 class EnergyMeter:
-    """Measures the energy of GPUs in a ``with`` block, with the counters that NVML has from Volta.
+    """Measures the energy of GPUs in a ``with`` block, in joules, with NVML's energy counters.
 
     The energy is that of the whole boards: idle power and the work of other processes count, too.
-    Repeat the work until the block takes at least a second, and synchronize at its end.
+    Repeat the work until the block takes at least one second, and synchronize at its end.
 
     .. code-block:: python
 
@@ -33,8 +33,8 @@ class EnergyMeter:
         gpus: The GPUs to add up, such as that of the fixture ``gpu``; by default all visible ones.
 
     Raises:
-        UsageError: There is no GPU, or one without such a counter.
-        InvalidMeasurement: The block took less than a second.
+        UsageError: There is no GPU, or a GPU is older than Volta and has no such counter.
+        InvalidMeasurement: The block took less than one second.
 
     """
 
@@ -44,8 +44,8 @@ class EnergyMeter:
             raise UsageError(f"there is no NVIDIA GPU whose energy is counted: {nvml.absence()}")
         self._begun_s = 0.0
         self._before_j = 0.0
-        self.joules = 0.0  #: Energy of the last block.
-        self.seconds = 0.0  #: Duration of the last block.
+        self.joules = 0.0  #: Energy of the last block, in joules.
+        self.seconds = 0.0  #: Duration of the last block, in seconds.
 
     def __enter__(self) -> Self:
         self._before_j = self._read_j()

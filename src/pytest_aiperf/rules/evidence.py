@@ -31,32 +31,36 @@ LOAD_DEPENDENT: Final = (EvidenceKind.BUSY_CORES, EvidenceKind.CONTEXT_SWITCHES)
 def opcode(name: str, kernel: str = "", *, min: Bound = None, max: Bound = None) -> Evidence:
     """Require a SASS instruction: ``opcode("LDG.E.128", kernel="copy_vectors")``.
 
-    ``name`` is the beginning of the opcode (``HGMMA`` matches ``HGMMA.64x128x16.F32.BF16``; ``*``
-    matches anything). Only kernels whose name contains ``kernel`` are checked. ``min`` and ``max``
-    bound how often the instruction occurs in the code: without them, at least once.
+    ``name`` may omit the last modifiers: ``HGMMA`` matches ``HGMMA.64x128x16.F32.BF16``. ``*``
+    matches any text. ``min`` and ``max`` bound how often the instruction occurs in each kernel with
+    ``kernel`` in its name or, without ``kernel``, in all kernels of a file; default: at least once.
+    The claim raises UsageError if no kernel has this name.
     """
     min = 1 if min is None and max is None else min
     return _evidence(EvidenceKind.OPCODE, name, kernel, min=min, max=max)
 
 
 def registers(*, min: Bound = None, max: Bound = None, kernel: str = "") -> Evidence:
-    """Bound the registers per thread of the kernels whose names contain ``kernel``."""
+    """Bound the registers per thread of each kernel with ``kernel`` in its name."""
     return _evidence(EvidenceKind.REGISTERS, kernel=kernel, min=min, max=max)
 
 
 def spills(*, min: Bound = None, max: Bound = None, kernel: str = "") -> Evidence:
-    """Bound the bytes of spill stores and loads per thread; without bounds, max is 0."""
+    """Bound the bytes of spill stores and loads per thread; default: max=0.
+
+    Only kernels with ``kernel`` in their name count.
+    """
     max = 0 if min is None and max is None else max
     return _evidence(EvidenceKind.SPILLS, kernel=kernel, min=min, max=max)
 
 
 def launches(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the host's launches per call: of kernels, graphs, copies and memsets."""
+    """Bound how many kernels, graphs, copies and memsets the host launches per call."""
     return _evidence(EvidenceKind.LAUNCHES, min=min, max=max, per=per)
 
 
 def kernels(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the kernels that run per call, including those inside a graph."""
+    """Bound how many kernels run per call, including those of a CUDA graph."""
     return _evidence(EvidenceKind.KERNELS, min=min, max=max, per=per)
 
 
@@ -73,16 +77,16 @@ def kernel_name(text: str, *, min: Bound = None, max: Bound = None, per: Per = "
 
 
 def grid_size(kernel: str = "", *, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the blocks of the largest launch of a kernel whose name contains ``kernel``."""
+    """Bound the thread blocks of the largest launch of a kernel with ``kernel`` in its name."""
     return _evidence(EvidenceKind.GRID_SIZE, kernel=kernel, min=min, max=max, per=per)
 
 
 def overlap(*, min: Bound = None, max: Bound = None, of: Literal["", "copies"] = "") -> Evidence:
     """Bound how much the GPU does at the same time.
 
-    The figure is the time of all kernels and copies, added up, divided by the time in which at
-    least one of them runs: 1 if they run one after the other. ``of="copies"`` takes the fraction
-    of the copies' time in which a kernel runs as well.
+    The figure is the summed duration of all kernels, copies and memsets, divided by the time in
+    which at least one of them runs: 1 if they run one after the other. With ``of="copies"``, it is
+    the fraction of the copies' time in which a kernel runs as well, from 0 to 1.
     """
     if of not in ("", "copies"):
         raise UsageError(f"evidence.overlap(of={of!r}): use 'copies', or leave it out")
@@ -99,8 +103,8 @@ def copied_bytes(
 ) -> Evidence:
     """Bound the bytes that one call copies in a direction, such as "host to device".
 
-    With ``memory``, only copies from or to this kind of host memory count. Only copies by the CUDA
-    API count, not those that kernels make.
+    With ``memory``, only copies from or to this kind of host memory count. Copies that a kernel
+    makes itself do not count, only those of the CUDA API.
     """
     if direction not in DIRECTIONS:
         raise UsageError(
@@ -118,41 +122,44 @@ def api_calls(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidenc
 
 
 def busy_share(*, min: Bound = None, max: Bound = None) -> Evidence:
-    """Bound the fraction of a call's time on the GPU in which a kernel, copy or memset runs."""
+    """Bound the share of a call's time on the GPU in which work runs, from 0 to 1.
+
+    The time on the GPU is from the start of the first kernel, copy or memset to the last end.
+    """
     return _evidence(EvidenceKind.BUSY_SHARE, min=min, max=max)
 
 
 def page_faults(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the page faults per call, of this process and those that it has started."""
+    """Bound the page faults per call, of this process and of processes that it has started."""
     return _evidence(EvidenceKind.PAGE_FAULTS, min=min, max=max, per=per)
 
 
 def context_switches(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the context switches of this process's threads per call, forced ones included."""
+    """Bound the context switches of this process per call, voluntary and involuntary."""
     return _evidence(EvidenceKind.CONTEXT_SWITCHES, min=min, max=max, per=per)
 
 
 def busy_cores(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
     """Bound how many CPU cores this process keeps busy: its CPU seconds per second of a call.
 
-    Less than 1 means that the call waits, more than 1 that threads run at the same time. Child
-    processes do not count.
+    Less than 1 means that the call waits. More than 1 means that threads run at the same time.
+    Child processes do not count.
     """
     return _evidence(EvidenceKind.BUSY_CORES, min=min, max=max, per=per)
 
 
 def peak_memory(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the peak of the bytes that one call allocates."""
+    """Bound the peak bytes that one call allocates; on a GPU, those of torch's allocator."""
     return _evidence(EvidenceKind.PEAK_MEMORY, min=min, max=max, per=per)
 
 
 def counter(
     metric: str, kernel: str = "", *, min: Bound = None, max: Bound = None, per: Per = ""
 ) -> Evidence:
-    """Bound an ncu metric of the optimized arm, summed over the kernels of one call.
+    """Bound an ncu metric, such as "dram__bytes.sum", summed over the kernels of one call.
 
-    ``per="baseline"`` takes the ratio to the baseline's figure, ``per="work"`` the ratio to the
-    bytes of ``work``. The metric is read after the timing, and under ``--profile=ncu``.
+    The metric is read after the timing, and under ``--profile=ncu``. With ``kernel``, only kernels
+    with this text in their name count; after the timing, this needs a call without other kernels.
     """
     return _evidence(EvidenceKind.COUNTER, metric, kernel, min=min, max=max, per=per)
 

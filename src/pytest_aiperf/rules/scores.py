@@ -1,12 +1,12 @@
 """Figures of serving and training: latencies, rates, goodput, MFU and scaling efficiency.
 
-Pure functions over plain sequences of numbers: lists, tuples or arrays. Claims with
-``metric="score"`` and scripts of your own compute the same figures with them. Times are in seconds
-by one clock, counted from any moment.
+These functions take plain sequences of numbers: lists, tuples or arrays. Use them in claims with
+``metric="score"`` and in your own scripts. Times are in seconds on one clock, counted from any
+moment. Empty or impossible input raises UsageError.
 
-``tokens`` has, for each request, the times at which its output tokens arrived. Leave a request that
-failed out of ``sent`` and ``tokens``, and count it with ``math.inf`` in a criterion of
-:func:`attainment` or :func:`goodput`.
+``tokens`` has, for each request, the times at which its output tokens arrived. If a request failed,
+leave it out of ``sent`` and ``tokens``. In :func:`attainment` or :func:`goodput`, let it count as
+not in time: append ``math.inf`` to the figures of each criterion.
 """
 
 import math
@@ -26,7 +26,7 @@ def percentile(values: Iterable[float | None], percent: float) -> float:
     """Return a percentile of the values, in their unit; ``percent`` is from 0 to 100.
 
     Between two values it interpolates linearly, as numpy does by default: the 50th percentile is
-    the median. None, a request without such a figure, is left out.
+    the median. None stands for a request without such a figure, and is left out.
     """
     ordered = sorted(_figures("values", values))
     if not 0 <= percent <= 100:
@@ -40,7 +40,7 @@ def percentile(values: Iterable[float | None], percent: float) -> float:
 def latency(seconds: Iterable[float | None], percent: float = 99) -> Score:
     """Return a percentile of latencies in seconds as a score; lower is better.
 
-    Latencies are those of requests, or what :func:`ttft`, :func:`tpot` or :func:`itl` return.
+    ``seconds`` is a list of latencies, such as :func:`ttft`, :func:`tpot` or :func:`itl` returns.
     """
     value = percentile(_figures("seconds", seconds, least=0), percent)
     return Score(value, f"s (p{percent:g})", "lower")
@@ -49,8 +49,8 @@ def latency(seconds: Iterable[float | None], percent: float = 99) -> Score:
 def ttft(sent: Numbers, tokens: Iterable[Numbers]) -> list[float]:
     """Return the time to first token (TTFT) of each request, in seconds.
 
-    It is the first token's time of arrival minus the time at which the request was sent, so it
-    includes the wait in queues.
+    It is the time from sending the request to the arrival of its first token, so it includes
+    waiting in queues. ``sent`` has the time at which each request was sent.
     """
     return [times[0] - start for start, times in _requests(sent, tokens)]
 
@@ -63,8 +63,8 @@ def e2e(sent: Numbers, tokens: Iterable[Numbers]) -> list[float]:
 def tpot(tokens: Iterable[Numbers]) -> list[float | None]:
     """Return the time per output token (TPOT) of each request, in seconds per token.
 
-    It is the time from the first to the last token divided by the number of tokens after the first,
-    and None for a request of one token. AIPerf calls this figure inter-token latency.
+    It is the time from the first to the last token, divided by the number of tokens after the
+    first. It is None for a request of one token. AIPerf calls this figure inter-token latency.
     """
     return [
         (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
@@ -73,9 +73,9 @@ def tpot(tokens: Iterable[Numbers]) -> list[float | None]:
 
 
 def itl(tokens: Iterable[Numbers]) -> list[float]:
-    """Return the inter-token latencies (ITL) of all requests, in seconds: each gap is one figure.
+    """Return the inter-token latencies (ITL), the gaps between tokens of all requests, in seconds.
 
-    Means of TPOT weight each request equally, means of ITL each token.
+    A mean of TPOT gives each request the same weight; a mean of ITL gives it to each token.
     """
     return [b - a for times in _token_times(tokens) for a, b in pairwise(times)]
 
@@ -83,8 +83,8 @@ def itl(tokens: Iterable[Numbers]) -> list[float]:
 def throughput(count: float, seconds: float, of: str = "tokens") -> Score:
     """Return a rate as a score: ``throughput(512, 2.0, of="requests")`` is 256 requests/s.
 
-    ``seconds`` is the time of the whole run, from the first request sent to the last token, if the
-    ramp and the drain are to count.
+    ``seconds`` is the time in which the work was done. To include ramp-up and drain, measure it
+    from sending the first request to the last token.
     """
     if not 0 <= count < math.inf:
         raise UsageError(f"the count of {of} is at least 0 and finite, not {count}")
@@ -94,8 +94,8 @@ def throughput(count: float, seconds: float, of: str = "tokens") -> Score:
 def energy(joules: float, count: float, of: str = "token") -> Score:
     """Return the energy per unit of work as a score; lower is better.
 
-    ``energy(412.0, 512)`` is 0.805 J/token. :class:`~pytest_aiperf.EnergyMeter` measures joules;
-    ``of="call"`` or ``of="request"`` names another unit of work.
+    ``energy(412.0, 512)`` is 0.805 J/token. :class:`~pytest_aiperf.EnergyMeter` measures joules.
+    ``of`` names another unit of work: ``of="request"`` or ``of="call"``.
     """
     return Score(_positive("joules", joules) / _positive("count", count), f"J/{of}", "lower")
 
@@ -103,9 +103,9 @@ def energy(joules: float, count: float, of: str = "token") -> Score:
 def attainment(*criteria: Criterion) -> float:
     """Return the share of requests that meet every limit, from 0 to 1.
 
-    Each criterion is a pair: one figure per request, and its limit in the same unit; a figure equal
-    to the limit meets it. None, such as the TPOT of a request of one token, meets every limit, as
-    in vLLM's benchmark.
+    Each criterion is a pair ``(figures, limit)``: one figure per request, and the limit in the same
+    unit. A figure equal to the limit meets it. None, such as the TPOT of a request of one token,
+    meets every limit, as in vLLM's benchmark.
     """
     met = _met(criteria)
     return sum(met) / len(met)
@@ -116,9 +116,9 @@ def goodput(seconds: float, *criteria: Criterion) -> Score:
 
     ``goodput(60.0, (ttft(sent, tokens), 0.5), (tpot(tokens), 0.05))`` counts the requests of one
     minute with a TTFT of at most 0.5 s and a TPOT of at most 50 ms. Criteria are those of
-    :func:`attainment`. This is the definition of vLLM's and AIPerf's benchmarks. DistServe calls
-    goodput the highest rate per GPU at which 90 % of the requests meet the limits: search for it
-    with :func:`attainment`.
+    :func:`attainment`. This is the definition of vLLM's and AIPerf's benchmarks. In DistServe,
+    goodput is the highest request rate per GPU at which 90 % of the requests meet the limits:
+    search for it with :func:`attainment`.
     """
     return Score(sum(_met(criteria)) / _positive("seconds", seconds), "requests/s in time")
 
@@ -132,14 +132,14 @@ def training_flops(
     length: int = 0,
     causal: bool = False,
 ) -> float:
-    """Return the operations (FLOP) that a transformer needs for forward and backward passes.
+    """Return the operations (FLOP) of a transformer's forward and backward passes over ``tokens``.
 
-    ``weights`` counts those in matrix multiplications, which is all but the embedding table. Each
-    needs 6 operations per token: a multiply-add forward, and two backward. Attention over sequences
-    of ``length`` tokens adds 12 per layer, unit of width (heads times head size) and token of the
-    sequence; ``causal=True`` counts half of that, for kernels that skip the masked half. This is
-    the count of PaLM, appendix B (arXiv 2204.02311), which ignores the mask. It leaves out what is
-    computed again (activation checkpointing): the model does not need it.
+    ``weights`` is the number of weights in matrix multiplications: all but the embedding table.
+    Each needs 6 operations per token: one multiply-add forward, and two backward. Attention adds
+    ``12 * layers * width * length`` per token: ``width`` is heads times head size, and ``length``
+    is the number of tokens per sequence. ``causal=True`` counts half of that, for kernels that skip
+    the masked half. This is the count of PaLM, appendix B (arXiv 2204.02311), which ignores the
+    mask. Operations that activation checkpointing repeats do not count.
     """
     for name, value in (("weights", weights), ("tokens", tokens)):
         _positive(name, value)
@@ -152,10 +152,10 @@ def training_flops(
 def mfu(flops: float, seconds: float, peak: float) -> Score:
     """Return the model FLOPs utilization (MFU) as a score, in percent of the peak.
 
-    ``flops`` is what the model needs for the work, such as :func:`training_flops` of a step,
-    ``seconds`` its time, and ``peak`` the rate of all GPUs together in FLOP/s. PaLM (arXiv
-    2204.02311) takes the peak of the datasheet. A utilization above 100 % is refused: the
-    operations or the peak are then those of another dtype, or of too few GPUs.
+    ``flops`` are the operations that the model needs, such as :func:`training_flops` of a step.
+    ``seconds`` is the time of the step. ``peak`` is the peak rate of all GPUs together, in FLOP/s;
+    PaLM (arXiv 2204.02311) takes it from the datasheet. A utilization above 100 % raises
+    UsageError: the operations or the peak are those of another dtype, or of too few GPUs.
     """
     share = _positive("flops", flops) / _positive("seconds", seconds) / _positive("peak", peak)
     if share > 1:
@@ -167,11 +167,11 @@ def mfu(flops: float, seconds: float, peak: float) -> Score:
 
 
 def scaling_efficiency(rates: Mapping[int, float]) -> dict[int, float]:
-    """Return the scaling efficiency for each number of GPUs, from the rates measured with it.
+    """Return the scaling efficiency by number of GPUs, from the rates by number of GPUs.
 
-    The efficiency is the rate per GPU divided by that of the smallest number: 1 is linear. Rates
-    are work per second, such as tokens/s. They cover strong scaling, where the work stays the same,
-    and weak scaling, where it grows with the GPUs.
+    The efficiency is the rate per GPU, divided by the rate per GPU on the smallest number of GPUs:
+    1 is linear scaling. Rates are work per second, such as tokens/s. This holds for strong scaling
+    (the work stays the same) and for weak scaling (the work grows with the number of GPUs).
     """
     if not rates:
         raise UsageError("rates is empty")

@@ -38,11 +38,12 @@ class Stopwatch:
         self._lock = context.lock
 
     def __call__(self, call: Callable[..., object], *args: object) -> Interval:
-        """Time ``call(*args)`` in ten blocks of calls, on the GPU or, without one, on the host.
+        """Time ``call(*args)`` in ten blocks of calls, after one block that is not counted.
 
         Returns:
-            The minimum, median and maximum of the blocks, in seconds per call. They are GPU time,
-            or host time in a test without a GPU.
+            The blocks' minimum (``low``), median (``value``) and maximum (``high``), in seconds per
+            call. With ``--gpu``, they are GPU time, except in a test marked ``host``.
+            Otherwise, they are time by the host's clock.
 
         """
         host = self._device.gpu is None
@@ -84,32 +85,35 @@ class Compare:
         small sizes and nothing is timed.
 
         Args:
-            baseline: The arm to beat. Arms are called with the inputs. An arm's result is its
-                return value followed by the arguments that it changed.
+            baseline: The arm to beat: a callable of the inputs. Its result is its return value,
+                followed by the arguments that it changed. :func:`prepared` makes an arm with setup.
             optimized: The arm that should be faster.
-            inputs: ``inputs(bench)`` returns one set of inputs, on ``bench.device``.
-            reference: Returns the correct result, computed in fp64 or exactly. For inputs that
-                fill much of the GPU's memory, return it exactly in the arms' dtype, such as
-                ``x.neg()``: fp64 takes 2 to 8 times the memory.
-            work: Returns the :class:`Work` of one call, from which reports compute how close an
-                arm comes to the GPU's limits.
+            inputs: ``inputs(bench)`` returns the arguments of one call, on ``bench.device``: a
+                tuple or, for one argument, a single value. ``bench`` is a :class:`Bench`.
+            reference: ``reference(*inputs)`` returns the correct result, computed in fp64 or
+                exactly. fp64 takes 2 to 8 times the memory: for inputs that fill much of the GPU's
+                memory, return an exact result in the arms' dtype, such as ``x.neg()``.
+            work: ``work(*inputs)`` returns the :class:`Work` of one call. From it, reports compute
+                how close an arm comes to the GPU's limits.
             library: A third arm: the library call that a user would otherwise choose.
-            metric: The figure to judge. If there are several, the first is judged and all
-                are shown.
-            against: The kind of baseline.
-            cache: "warm" allows the inputs to stay in the L2 cache between calls.
-            precision: Lower precision in which the optimized arm computes, such as "bf16".
-            evidence: Bounds on figures that show why the optimized arm is faster, see
+            metric: The figure to judge: "device" (GPU time), "wall" (host's clock), "memory" (peak
+                bytes) or "score" (a :class:`Score` that each arm returns). If there are several,
+                the first is judged and all are shown.
+            against: The kind of baseline, for reports; their geometric means leave out "naive".
+            cache: With "cold", a call finds no inputs in the L2 cache; "warm" allows them there.
+            precision: Lower precision of the optimized arm, such as "bf16"; its tolerance applies.
+            evidence: Bounds on figures that show why the optimized arm is faster; see
                 :mod:`pytest_aiperf.evidence`.
 
         Returns:
             The claim's record; without timings if the claim was only checked.
 
         Raises:
-            UsageError: The arguments do not make a valid claim, or both arms are the same.
+            UsageError: The arguments do not make a valid claim, both arms are the same, or the test
+                has called ``compare`` before.
             WrongResult: An arm's result differs from the reference.
             InvalidMeasurement: The times are not valid, for example because the GPU was throttled.
-            ClaimNotMet: The claim is not met.
+            ClaimNotMet: The optimized arm is not as fast as claimed, or evidence does not hold.
 
         """
         context = self._context
@@ -172,17 +176,17 @@ class Capture:
         preset: str = "minimal",
         calls: int = 1,
     ) -> Profile:
-        """Profile ``call(*args)``.
+        """Profile ``call(*args)`` in a second process.
 
-        The test runs a second time, up to this call, in a process under the profiler, where
-        ``call`` is warmed up before it is profiled. The test is skipped if the tool is missing or
-        not permitted, or without ``--gpu`` (``--cpu`` for a test marked ``host``).
+        The profiler starts this process, which runs the test again up to this call, warms ``call``
+        up and profiles it. The test is skipped if the tool is missing or not permitted. It is also
+        skipped without ``--gpu`` (``--cpu`` for a test marked ``host``).
 
         Args:
             call: The callable to profile.
             args: Its arguments.
             tool: The profiler, as in ``--profile=TOOL``.
-            preset: "minimal", "deep_dive" or "roofline"; not every profiler has all of them.
+            preset: "minimal" or, if the tool has it, "deep_dive", "operators" or "roofline".
             calls: Number of calls to profile.
 
         Returns:

@@ -88,33 +88,35 @@ def measure(
 ) -> Result:
     """Measure whether ``optimized`` is faster than ``baseline``, in a script or a notebook.
 
-    The arms are checked, timed and judged as in a test that takes the ``compare`` fixture, with
-    the same arguments, but in this process, which a crash of an arm would end. Measuring waits
-    for other processes that use pytest-aiperf on the same GPU. The first call in a process also
-    measures the noise floor and, if ``work`` is given, the GPU's limits that are not cached.
+    The arms are checked, timed and judged as by the ``compare`` fixture, with the same arguments.
+    They run in this process, so a crash of an arm ends it. Measuring waits for other processes that
+    use pytest-aiperf on the same GPU. The first call in a process also measures the noise floor
+    and, if ``work`` is given, the GPU's limits that are not cached.
 
     .. code-block:: python
 
         result = measure(baseline=torch.softmax, optimized=fast, inputs=rows, reference=exact)
-        print(result.verdict, result.speedup)  # FASTER 1.84x [1.82, 1.86]
+        print(result.verdict, result.speedup)  # FASTER 1.841x [1.822, 1.860]
 
     Args:
-        baseline: The arm to beat. Arms are called with the inputs. An arm's result is its
-            return value followed by the arguments that it changed.
+        baseline: The arm to beat: a callable of the inputs. Its result is its return value,
+            followed by the arguments that it changed. :func:`prepared` makes an arm with setup.
         optimized: The arm that should be faster.
-        inputs: ``inputs(bench)`` returns one set of inputs, on ``bench.device``.
-        reference: Returns the correct result, computed in fp64 or exactly. For inputs that
-            fill much of the GPU's memory, return it exactly in the arms' dtype, such as
-            ``x.neg()``: fp64 takes 2 to 8 times the memory.
-        work: Returns the :class:`Work` of one call, from which reports compute how close an
-            arm comes to the GPU's limits.
+        inputs: ``inputs(bench)`` returns the arguments of one call, on ``bench.device``: a
+            tuple or, for one argument, a single value. ``bench`` is a :class:`Bench`.
+        reference: ``reference(*inputs)`` returns the correct result, computed in fp64 or
+            exactly. fp64 takes 2 to 8 times the memory: for inputs that fill much of the GPU's
+            memory, return an exact result in the arms' dtype, such as ``x.neg()``.
+        work: ``work(*inputs)`` returns the :class:`Work` of one call. From it, reports compute
+            how close an arm comes to the GPU's limits.
         library: A third arm: the library call that a user would otherwise choose.
-        metric: The figure to judge; without a GPU, write "wall" for the time. If there are several,
-            the first is judged and all are shown.
-        against: The kind of baseline.
-        cache: "warm" allows the inputs to stay in the L2 cache between calls.
-        precision: Lower precision in which the optimized arm computes, such as "bf16".
-        evidence: Bounds on figures that show why the optimized arm is faster, see
+        metric: The figure to judge: "device" (GPU time, needs a GPU), "wall" (host's clock),
+            "memory" (peak bytes) or "score" (a :class:`Score` that each arm returns). If there are
+            several, the first is judged and all are shown.
+        against: The kind of baseline, for reports; their geometric means leave out "naive".
+        cache: With "cold", a call finds no inputs in the L2 cache; "warm" allows them there.
+        precision: Lower precision of the optimized arm, such as "bf16"; its tolerance applies.
+        evidence: Bounds on figures that show why the optimized arm is faster; see
             :mod:`pytest_aiperf.evidence`.
         quick: Accept a wider interval from fewer replicates.
         device: Where to measure; by default on the first GPU, or on the host if there is none.
@@ -122,9 +124,9 @@ def measure(
             Inputs of timed calls are drawn anew in each run.
 
     Returns:
-        The record. ``outcome`` is PASSED if the optimized arm is faster and all evidence holds,
-        FAILED if it is not or if a result is wrong, INVALID if the times are not valid and ERROR
-        if the comparison cannot be measured. ``message`` gives the reason.
+        The record. ``outcome`` is PASSED if the optimized arm is faster and all evidence holds. It
+        is FAILED if one of these is not so or a result is wrong, INVALID if the times are not
+        valid, and ERROR if the comparison cannot be measured. ``message`` gives the reason.
 
     Raises:
         UsageError: The arguments do not make a valid comparison, both arms are the same, or the
@@ -166,8 +168,8 @@ def measure_each(
     """Measure whether each candidate is faster than one baseline.
 
     The baseline and all candidates are timed in the same rounds, on the same inputs. That takes
-    less time than calls of :func:`measure`, and less waiting for other processes that measure on
-    the same GPU.
+    less time than one call of :func:`measure` per candidate, and less waiting for other processes
+    that measure on the same GPU.
 
     .. code-block:: python
 
@@ -184,7 +186,7 @@ def measure_each(
     Returns:
         The candidates' records, in the same order. If a candidate raises an exception or returns
         a wrong result, the ``message`` of its record gives the reason, and the others are timed
-        without it. A candidate may be the baseline itself: it is found to be as fast.
+        without it. A candidate may be the baseline itself.
 
     Raises:
         UsageError: The arguments do not make a valid comparison, or the device does not exist.
