@@ -471,7 +471,9 @@ def _capture_function(given: argparse.Namespace, chosen: Sequence[tuple[tools.To
     for tool, preset in chosen:
         spec = f"{tool.name}:{preset}"
         command = (sys.executable, "-m", "pytest_aiperf", "capture", spec, given.function)
-        request = profiler.CaptureRequest(tool, preset, folder, command, deadline_s, given.calls)
+        request = profiler.CaptureRequest(
+            tool, preset, folder, command, deadline_s, given.calls, setting="--deadline"
+        )
         try:
             profile, _ = profiler.capture(request, "call", kernels)
         except AiperfError as error:  # the next tool may work

@@ -313,8 +313,9 @@ def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path,
         return float(next(ticks)) if file.exists() and file.read_text() else 0.0
 
     monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic))
-    with pytest.raises(CaptureFailed, match="exceeded its deadline of 30 s"):
-        capture(make_request("ncu", "hang"))
+    request = replace(make_request("ncu", "hang"), setting="--deadline")
+    with pytest.raises(CaptureFailed, match=r"exceeded its deadline of 30 s \(--deadline\)"):
+        capture(request)
     started = int(file.read_text())
     stat = Path(f"/proc/{started}/stat")
     patience = time.monotonic() + 60  # seconds that a killed process may take to end

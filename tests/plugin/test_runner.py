@@ -446,6 +446,7 @@ def test_clock(clock, gpu):
     seconds = clock(slow, np.zeros(3))
     assert seconds.low <= seconds.value <= seconds.high
     assert 150e-6 < seconds.value < 250e-6
+    assert str(seconds).count(" µs") == 3
 """
     )
     project.run("--gpu").assert_outcomes(passed=1)

@@ -53,6 +53,7 @@ class CaptureRequest:
     calls: int = 1  #: Number of calls inside the profiled range.
     seed: int = 1  #: Random seed for the arm's inputs.
     turn: str = ""  #: See CaptureJob.
+    setting: str = "aiperf_deadline"  #: What sets the deadline, for messages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ def _run_target(
         env = {**tools.AUTOTUNING, **inherited, VARIABLE: serialized, **environ}
         is_waiting = Path(scratch, WAITING).exists
         status = run_in_group(command, log, request.deadline_s, env=env, is_paused=is_waiting)
-        ending = _ending(status, request.deadline_s)
+        ending = _ending(status, request)
         answer = _answer(Path(scratch, "reply"))
         if tool.report:
             tools.write_reports(tool, tool_command[0], stem)
@@ -352,7 +353,7 @@ def _answer(file: Path) -> CaptureReply | None:
         return None
 
 
-def _ending(status: int | None, deadline_s: float) -> str:
+def _ending(status: int | None, request: CaptureRequest) -> str:
     if status is None:
-        return f"exceeded its deadline of {deadline_s:g} s (aiperf_deadline)"
+        return f"exceeded its deadline of {request.deadline_s:g} s ({request.setting})"
     return f"was killed by signal {-status}" if status < 0 else f"ended with exit code {status}"

@@ -1,6 +1,7 @@
 """The callable fixtures: compare, clock and capture."""
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 
@@ -25,9 +26,19 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.profilers import capture, target
+from pytest_aiperf.text import si
 
 from . import modes
 from .context import ItemContext
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds(Interval):
+    """Seconds per call; it prints as ``100 µs [98.1 µs, 104 µs]``."""
+
+    def __str__(self) -> str:
+        value, low, high = (si(seconds, "s") for seconds in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"
 
 
 class Stopwatch:
@@ -55,7 +66,7 @@ class Stopwatch:
             block = self._device.block([bound] * calls, mode)
             block.run()
             seconds = sorted(block.run() / calls for _ in range(10))
-        return Interval(seconds[0], (seconds[4] + seconds[5]) / 2, seconds[-1])
+        return Seconds(seconds[0], (seconds[4] + seconds[5]) / 2, seconds[-1])
 
 
 class Compare:
