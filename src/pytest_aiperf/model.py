@@ -30,6 +30,11 @@ class Metric(StrEnum):
     SCORE = "score"
 
     @property
+    def is_time(self) -> bool:
+        """Whether the figure is in seconds per call."""
+        return self in (Metric.DEVICE, Metric.WALL)
+
+    @property
     def needs_quiet_host(self) -> bool:
         """Whether other work on the CPU may change the figure; a score may contain wall time."""
         return self in (Metric.WALL, Metric.SCORE)
@@ -181,7 +186,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure and its confidence interval; from ``clock``: minimum, median and maximum."""
+    """A figure and its confidence interval."""
 
     low: float  #: Lower end.
     value: float  #: Estimate.

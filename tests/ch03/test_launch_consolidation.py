@@ -7,7 +7,7 @@ removes the host's launches but not that latency: captured on one stream, its no
 the other. Captured on 16 streams ("branches"), up to 16 nodes may run at the same time: on average
 6.8 to 6.9 did in traces on H200s, and 7.0 to 7.1 on an H100. In these traces the 64 kernels end
 after 38 to 40 µs. The graph, when timed, takes longer: 65 to 73 µs on an H200 and 75 to 76 on an
-H100 in back-to-back launches, and 56 to 66 for a caller who waits for each. The reason was not
+H100 if launches follow each other, and 56 to 66 if the host waits after each. The reason was not
 examined. Its time varies from one capture to the next, between 57 and 90 µs. With the weights
 concatenated along the output dimension ("concatenated"), all columns are one product whose tiles
 run side by side: one kernel, one start. torch.bmm on the stacked weights, the library arm, is one
@@ -15,12 +15,12 @@ launch as well, and is faster on the GPU: it takes 4 to 6 % less time on an H200
 instead of 5.5 to 5.8), and 9 to 13 % less on an H100 (5.4 instead of 6.0 to 6.2).
 
 The claim is judged on device time, and both baselines are graphs, so the host's 64 launches are no
-part of the gain. A caller who waits for the result of the one product sees 11 to 18 µs on an H200
-and 17 to 22 on an H100, instead of 56 to 66: half or more of that is the launch and the wait for
-its end. The weights are concatenated once, when the model is loaded, and all arms write the columns
-of one matrix. The 8 MiB of weights stay in the L2 cache (warm). The gain ends where one layer fills
-the GPU by itself. Layers with different inputs or shapes cannot be concatenated; for them, branches
-or a grouped GEMM are the remedy.
+part of the gain. If the host waits for each result, the one product takes 11 to 18 µs on an H200
+and 17 to 22 on an H100, instead of 56 to 66. Half of that or more is the launch and the wait. The
+weights are concatenated once, when the model is loaded, and all arms write the columns of one
+matrix. The 8 MiB of weights stay in the L2 cache (warm). The gain ends where one layer fills the
+GPU by itself. Layers with different inputs or shapes cannot be concatenated; for them, branches or
+a grouped GEMM are the remedy.
 """
 
 import pytest

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pytest_aiperf import prepared
+from pytest_aiperf import Score, prepared
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS, BoundClaim
 from pytest_aiperf.claim.ladder import Ladder, identity
 from pytest_aiperf.claim.measure import measure_ladder
@@ -365,6 +365,24 @@ def test_doubts_about_times_name_the_arm_by_its_rung(rungs):
     for result, _ in measure_ladder(each):
         [text] = result.unchecked
         assert text.startswith(f"whether another arm slows the baseline down: {arm} took 1.2")
+
+
+def test_a_score_without_a_ratio_is_that_of_an_arm_of_a_rung():
+    def scored(value):
+        return lambda x: (x * 2, Score(value, "ms", "lower"))
+
+    context = a_context()
+    rungs = [
+        (
+            a_claim(baseline=scored(2.0), optimized=scored(value), metric="score"),
+            replace(context, record=replace(context.record, claim=f"ch07/x[{rung}]")),
+        )
+        for rung, value in {"half": 1.0, "none": 0.0}.items()
+    ]
+    (half, _), (none, error) = measure_ladder(rungs)
+    assert (half.outcome, none.outcome) == (Outcome.PASSED, Outcome.ERROR)
+    assert any("the optimized arm of rung 'none' gives 0.0 ms" in note for note in half.notes)
+    assert str(error).startswith("optimized gives 0.0 ms: a ratio needs more than 0")
 
 
 @pytest.mark.parametrize("cache", ["cold", "warm"])

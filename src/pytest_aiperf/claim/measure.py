@@ -45,8 +45,6 @@ from .torch_compile import uncompiled
 
 T = TypeVar("T")
 
-_TIMES = (Metric.DEVICE, Metric.WALL)  #: Metrics in seconds per call.
-
 QUIET_FLOOR = 0.1
 """If the first measurement of the noise floor exceeds this, it is repeated, so that one stalled
 block does not raise the floor for all claims of the session."""
@@ -375,7 +373,7 @@ def _time(trials: Sequence[_Trial], *, is_last: bool) -> None:
 
 def _timed(trial: _Trial, judged: Timing) -> Result:
     """Return a claim's record with the timing of its judged metric and the ratios."""
-    is_time = judged.metric in _TIMES
+    is_time = judged.metric.is_time
     return replace(
         trial.record,
         timing=judged,
@@ -389,9 +387,9 @@ def _timed(trial: _Trial, judged: Timing) -> Result:
 def _is_undecided(
     trials: Sequence[_Trial], ladder: Ladder, earlier: Sequence[Timing], timing: Timing
 ) -> bool:
-    """Whether the last timing leaves it open that a requirement of one of the claims is met.
+    """Whether a timing leaves it open that a requirement of one of the claims is met.
 
-    The first timing is judged by the speedup. ``earlier`` are those before the last.
+    ``earlier`` has the timings of the metrics before it. The first of all is judged.
     """
     for trial, rung in zip(trials, ladder.rungs, strict=True):
         judged, *also = (ladder.timing_of(rung, t) for t in (*earlier, timing))
@@ -427,7 +425,7 @@ def _measure(
     for metric in metrics:
         # the first metric is judged, and so is the first in seconds if a share of the limit is
         # required; a quick measurement suffices for the others
-        is_share = with_share and metric in _TIMES and all(t.unit != "s" for t in timings)
+        is_share = with_share and metric.is_time and all(t.unit != "s" for t in timings)
         rule = context.rule if is_share or not timings else QUICK
         is_undecided = partial(_is_undecided, trials, ladder, tuple(timings))
         measurement = Measurement(ladder, metric, rule, is_undecided)

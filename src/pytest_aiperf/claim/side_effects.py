@@ -128,7 +128,7 @@ class SideEffects:
                 )
         yield from self._left_in_files(label)
         # Messages take time, but change neither memory nor scores.
-        is_timed = not {Metric.DEVICE, Metric.WALL}.isdisjoint(metrics)
+        is_timed = any(metric.is_time for metric in metrics)
         yield from self._written_to_open_files(() if is_timed else files.STREAMS.values())
         if is_timed:
             yield from self._not_logged()

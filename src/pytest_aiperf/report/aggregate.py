@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pytest_aiperf.model import Against, Metric, Outcome, Result, Verdict
+from pytest_aiperf.model import Against, Outcome, Result, Verdict
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import UNDECIDED
 
@@ -48,7 +48,7 @@ def summarize(results: Sequence[Result]) -> Summary:
         for r in judged
         if r.against is not Against.NAIVE and r.speedup
         if r.verdict is not Verdict.INCONCLUSIVE
-        if r.timing and r.timing.metric in (Metric.DEVICE, Metric.WALL)
+        if r.timing and r.timing.metric.is_time
     ]
     shares = [r.limits["optimized"].share for r in judged if "optimized" in r.limits]
     skips = [r.message for r in results if r.outcome is Outcome.SKIPPED]

@@ -34,7 +34,7 @@ from .context import ItemContext
 
 @dataclass(frozen=True, slots=True)
 class Seconds(Interval):
-    """Seconds per call; it prints as ``100 µs [98.1 µs, 104 µs]``."""
+    """Median, minimum and maximum of the seconds per call; prints ``100 µs [98.1 µs, 104 µs]``."""
 
     def __str__(self) -> str:
         value, low, high = (si(seconds, "s") for seconds in (self.value, self.low, self.high))
