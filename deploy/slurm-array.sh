@@ -12,7 +12,7 @@
 #SBATCH --output=slurm/%A-%a.log
 set -euo pipefail
 
-if [[ -z ${SLURM_JOB_ID:-} ]]; then # on the login node
+if [[ -z ${SLURM_ARRAY_TASK_ID:-} && ${1:-} != merge ]]; then # on the login node, or in a salloc
     shards=${1:?usage: deploy/slurm-array.sh SHARDS [ARGUMENT OF PYTEST]...}
     shift
     cd "$(dirname "$0")/.." # jobs start in the folder in which they were submitted

@@ -162,9 +162,9 @@ def is_last_call() -> bool:
 def synchronise() -> None:
     """Synchronize with the device, which fails in a call that is captured or queued as backlog."""
     if _ledger.mode is Mode.GRAPH:
-        raise CannotCapture("the call synchronises")
+        raise CannotCapture("the call synchronizes")
     if _ledger.mode is Mode.BACKLOG:
-        raise InvalidMeasurement('the call synchronises; claim metric="wall"')
+        raise InvalidMeasurement('the call synchronizes; claim metric="wall"')
 
 
 def fork(*, waits: bool = True, joined: bool = True) -> None:

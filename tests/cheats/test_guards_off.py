@@ -839,7 +839,7 @@ GUARDS = {
                 spin,
             )
         },
-        on_a_fake_driver(test_cuda.test_a_call_that_synchronises_is_refused_in_backlog),
+        on_a_fake_driver(test_cuda.test_a_call_that_synchronizes_is_refused_in_backlog),
     ),
     # records and files
     "anchors, aliases and tags are refused": Guard(

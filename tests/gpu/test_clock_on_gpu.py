@@ -68,7 +68,7 @@ def test_a_graph_leaves_what_its_last_call_returned(gpu, cuda):
     assert block.kept.tolist() == [14.0] * 1_000
 
 
-def test_a_synchronising_call_cannot_be_captured_and_all_works_afterwards(gpu, cuda, copy):
+def test_a_synchronizing_call_cannot_be_captured_and_all_works_afterwards(gpu, cuda, copy):
     x = torch.ones(1_000, device="cuda")
     before = seconds(cuda, copy, Mode.GRAPH)
     for _ in range(3):
@@ -95,12 +95,12 @@ def test_a_call_that_raises_cannot_be_captured_and_all_works_afterwards(gpu, cud
     assert seconds(cuda, copy, Mode.GRAPH) > 0
 
 
-def test_a_synchronising_call_is_refused_in_backlog(gpu, cuda, copy):
+def test_a_synchronizing_call_is_refused_in_backlog(gpu, cuda, copy):
     def call():
         copy()
         torch.cuda.synchronize()
 
-    with pytest.raises(InvalidMeasurement, match="synchronises"):
+    with pytest.raises(InvalidMeasurement, match="synchronizes"):
         cuda.block([call] * 5, Mode.BACKLOG).run()
     assert seconds(cuda, call, Mode.PLAIN, 5) > 0
 

@@ -322,7 +322,7 @@ def test_a_blocking_kernel_that_is_too_short_is_made_longer(cuda):
     assert len(cuda.spins) - spins == 1  # the block still uses the longer spin
 
 
-def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
+def test_a_call_that_synchronizes_is_refused_in_backlog(cuda):
     device = CudaDevice(GPU)
 
     def call():
@@ -331,13 +331,13 @@ def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
 
     block = device.block([call] * 3, Mode.BACKLOG)
     spins = len(cuda.spins)
-    with pytest.raises(InvalidMeasurement, match=r'synchronises.*metric="wall"'):
+    with pytest.raises(InvalidMeasurement, match=r'synchronizes.*metric="wall"'):
         block.run()
     assert len(cuda.spins) - spins == 5
     assert device.block([call] * 3, Mode.PLAIN).run() == pytest.approx(30e-6, rel=0.6)
 
 
-def test_a_long_call_that_synchronises_is_soon_given_up(cuda):
+def test_a_long_call_that_synchronizes_is_soon_given_up(cuda):
     device = CudaDevice(GPU)
 
     def call():
@@ -345,13 +345,13 @@ def test_a_long_call_that_synchronises_is_soon_given_up(cuda):
         cuda.synchronize()
 
     spins, begun = len(cuda.spins), cuda.host
-    with pytest.raises(InvalidMeasurement, match="synchronises"):
+    with pytest.raises(InvalidMeasurement, match="synchronizes"):
         device.block([call], Mode.BACKLOG).run()
     assert len(cuda.spins) - spins == 2
     assert cuda.host - begun < 0.5
 
 
-def test_a_call_that_synchronises_cannot_be_captured_and_torchs_state_is_reset(cuda):
+def test_a_call_that_synchronizes_cannot_be_captured_and_torchs_state_is_reset(cuda):
     device = CudaDevice(GPU)
     with pytest.raises(
         CannotCapture, match=r"graph of 1 calls: CUDA error: operation not permitted when.*ing$"
@@ -393,7 +393,7 @@ def test_work_that_outlives_its_stream_is_refused(cuda):
     assert [once_late.run() for _ in range(5)] == [pytest.approx(1e-3)] * 5
 
 
-def synchronising(cuda, call):
+def synchronizing(cuda, call):
     """Return the call, which no graph can capture any more."""
 
     def synchronised():
@@ -418,7 +418,7 @@ def test_forked_work_that_is_not_joined_is_refused_however_short(cuda):
     with pytest.raises(InvalidMeasurement, match="does not wait for: end with"):
         device.block([lambda: call(joined=False)], Mode.GRAPH)
     assert cuda.undone  # the failed capture was undone before the error was raised
-    device.refuse_unjoined(synchronising(cuda, lambda: call(joined=False)))
+    device.refuse_unjoined(synchronizing(cuda, lambda: call(joined=False)))
 
 
 def test_a_failure_before_the_join_is_not_taken_for_a_missing_join(cuda):
@@ -435,14 +435,14 @@ def test_work_that_is_not_ordered_with_the_calls_stream_is_refused(cuda):
 
     def check(call):
         device.refuse_unordered(call)
-        device.refuse_unordered(synchronising(cuda, call))
+        device.refuse_unordered(synchronizing(cuda, call))
 
     check(lambda: cuda.launch(1e-3))
     check(lambda: cuda.fork(1e-3, joined=True))
     with pytest.raises(InvalidMeasurement, match="begin with side_stream"):
         device.refuse_unordered(lambda: cuda.launch_beside(1e-9))
     unjoined = lambda: cuda.fork(1e-3, joined=False)
-    for call in (unjoined, synchronising(cuda, unjoined)):
+    for call in (unjoined, synchronizing(cuda, unjoined)):
         with pytest.raises(InvalidMeasurement, match="end with"):
             device.refuse_unordered(call)
 
@@ -459,11 +459,11 @@ def test_an_estimate_leaves_launch_gaps_out_if_it_can(cuda):
     assert device.estimate_s(lambda: call(2e-6)) == pytest.approx(2e-6, rel=0.01)
     assert len(seen) == 1 + 1 + 10  # repeated, because events add time to a short call
 
-    def synchronising():
+    def synchronizing():
         cuda.launch(2e-3)
         cuda.synchronize()
 
-    assert device.estimate_s(synchronising) == pytest.approx(2e-3, rel=0.01)
+    assert device.estimate_s(synchronizing) == pytest.approx(2e-3, rel=0.01)
 
 
 def test_the_peak_does_not_count_earlier_allocations(cuda):

@@ -264,8 +264,9 @@ def submit(tmp_path, fake):
     return run
 
 
-def test_a_job_array_measures_all_shards_and_merges_them(submit):
-    process, python = submit("3", "--quick")
+@pytest.mark.parametrize("allocation", [{}, {"SLURM_JOB_ID": "5"}], ids=["login node", "salloc"])
+def test_a_job_array_measures_all_shards_and_merges_them(submit, allocation):
+    process, python = submit("3", "--quick", **allocation)
     assert process.returncode == 0, process.stderr
     *shards, merge, complete = python
     assert shards == [

@@ -198,10 +198,10 @@ def test_a_hang_never_returns(monkeypatch):
         blocks(FakeDevice(faults=[Fault(0, "hang")]), 1)
 
 
-def test_a_synchronising_call_is_only_plain_or_wall():
+def test_a_synchronizing_call_is_only_plain_or_wall():
     device = FakeDevice(noise=Noise.none())
     calls = [fake_gpu.synchronise, arm(1e-3)]
-    with pytest.raises(CannotCapture, match="synchronises"):
+    with pytest.raises(CannotCapture, match="synchronizes"):
         device.block(calls, Mode.GRAPH)
     with pytest.raises(InvalidMeasurement, match='metric="wall"'):
         device.block(calls, Mode.BACKLOG).run()

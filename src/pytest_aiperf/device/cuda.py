@@ -40,15 +40,15 @@ from .trace import load, trace
 _MAX_TRIES: Final = 5  #: Runs with ever longer blocking kernels, before a block is refused.
 _MIN_BLOCKING_S: Final = 100e-6  #: Shortest spin: the host needs this long for the first launch.
 _MAX_BLOCKING_S: Final = 1.0
-"""Longest blocking kernel: a call that synchronises waits this long for its end, in vain."""
+"""Longest blocking kernel: a call that synchronizes waits this long for its end, in vain."""
 _LONG_BLOCKING_S: Final = 0.05
 """After a blocking kernel of this length only one retry follows: a call that takes still longer to
-enqueue most likely synchronises."""
+enqueue most likely synchronizes."""
 _UNSYNCED_SHARE: Final = 0.03
 """If the GPU works on after the end event for more than this share of the block, a call left work
 on a stream that the timed stream does not wait for."""
 _UNSYNCED_S: Final = 0.5e-3
-"""Work that ends within this time after the end event is ignored: synchronising takes time, too."""
+"""Work that ends within this time after the end event is ignored: synchronizing takes time, too."""
 _UNJOINED: Final = (
     "a call leaves work on a stream that the call's own does not wait for: end with "
     "torch.cuda.current_stream().wait_stream(side_stream)"
@@ -575,9 +575,9 @@ class _DeviceBlock:
             self._blocking_s = device.blocking_s = blocking_s
             return seconds
         raise InvalidMeasurement(
-            f"the GPU ran idle while {len(self._calls)} calls were enqueued: a call synchronises, "
+            f"the GPU ran idle while {len(self._calls)} calls were enqueued: a call synchronizes, "
             "or needs more host time than the GPU can be kept blocked; remove the "
-            'synchronisation, or claim metric="wall" (the time that a caller waits)'
+            'synchronization, or claim metric="wall" (the time that a caller waits)'
         )
 
     def _work(self) -> None:
