@@ -210,7 +210,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
 
 def _add_capture(subcommands: Any) -> None:
     add = _command(subcommands, capture)
-    text = f"{', '.join(tools.TOOLS)}; several, as in nsys,ncu, run one after another"
+    text = f"{', '.join(tools.TOOLS)} (proton: functions only); several (nsys,ncu) run in turn"
     add("tool", metavar="TOOL[:PRESET]", nargs="?", default="", help=text)
     text = "a function without parameters, instead of `-- COMMAND ...`"
     add("function", metavar="FILE.py::FUNCTION", nargs="?", default="", help=text)
