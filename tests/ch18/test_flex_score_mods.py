@@ -1,0 +1,159 @@
+"""A score mod compiled into FlexAttention beats a bias tensor, and beats scores kept in memory.
+
+Attention variants change each score before the softmax. Fused kernels have arguments for few of
+them; for others, a program keeps an array of heads x tokens x tokens in memory. In FlexAttention
+the change is a function of the score and its indices. torch.compile inlines it into the kernel,
+which applies it to scores in registers: nothing of size tokens^2 is read or written.
+
+"alibi" subtracts slope x distance, as encoders for long texts do (16 heads of 64, 8192 tokens). The
+baseline passes these biases to PyTorch's attention as a tensor, made once and untimed, because
+slopes and length are fixed. Reading its 2 GiB takes 0.45 ms at 4.8 TB/s, longer than both products
+at 800 TFLOP/s (0.34 ms). The library arm is FlashAttention 2, which has an argument for the slopes.
+
+"softcap" bounds the scores with 50 tanh(score / 50), as Gemma 2 does (16 heads of 128, 4096
+tokens). PyTorch's attention has no such argument, so the baseline is two products with tanh and
+softmax between them, in place where possible. The 512 MiB of scores pass through memory eight
+times: 0.9 ms, for products of 0.17 ms. The library arm is the same code under torch.compile: it
+fuses what is between the products, which still write scores and read weights. The inputs are fp16,
+because the baseline rounds each score three times; in bf16 its worst results are over 10 % off.
+FlexAttention computes scores in fp32.
+
+Without these bytes, a score mod costs instructions: it runs once per score, 10^9 times in "alibi".
+Both variants are bidirectional, so no tile is skipped; sliding_window_block_mask shows what a mask
+adds. A causal model needs no full array for ALiBi, because the softmax cancels what is constant in
+a row, but |i - j| has no such form. A learned bias for each pair of tokens must be read in any
+case. In decoding, with one query per sequence, a bias is only a row.
+"""
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+from torch.nn.functional import scaled_dot_product_attention
+
+from pytest_aiperf import Bench, Compare, Work, evidence, prepared, static
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+CAP = 50.0
+
+
+def heads(bench: Bench, length: int, width: int) -> Heads:
+    length, width = bench.size(length, check=200), bench.size(width, check=32)
+    shape = 3, 1, bench.size(16, check=4), length, width
+    # fp16: in bf16 the worst results of eager soft-capping miss the tolerance
+    q, k, v = torch.randn(shape, device=bench.device, dtype=torch.float16)
+    return q, k, v
+
+
+def heads_and_slopes(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = heads(bench, 8192, 64)
+    count = q.shape[1]
+    exponents = torch.arange(1, count + 1, device=bench.device) * (-8 / count)
+    return q, k, v, static(exponents.exp2())
+
+
+def heads_with_large_scores(bench: Bench) -> Heads:
+    """Scores have a standard deviation of 4: without the cap, results would be 10 % off (RMS)."""
+    q, k, v = heads(bench, 4096, 128)
+    return 4 * q, k, v
+
+
+def bias_tensor(q, _k, _v, slopes):
+    position = torch.arange(q.shape[2], device=q.device)
+    distance = (position[:, None] - position).abs()
+    # one head at a time: in fp32, the biases of all heads would take another 4 GiB
+    bias = torch.stack([(distance * -slope).to(q.dtype) for slope in slopes])[None]
+    return lambda q, k, v, _: scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def flash_slopes(q, k, v, slopes):
+    """Give FlashAttention 2 the slopes. PyTorch has it for GPUs only: the check takes biases."""
+    if not q.is_cuda:
+        return bias_tensor(q, k, v, slopes)
+
+    def run(q, k, v, slopes):
+        length = q.shape[2]
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            *(None, None, length, length, 0.0, False, False),  # no dropout, not causal
+            alibi_slopes=slopes,
+        )
+        return out.transpose(1, 2)
+
+    return run
+
+
+COMPILED = torch.compile(flex.flex_attention, dynamic=False)
+
+
+def flex_alibi(_q, _k, _v, slopes):
+    def subtract_distance(score, _batch, head, query, key):
+        # convert the positions, not their difference: that would take a conversion per score
+        return score - slopes[head] * (query.float() - key.float()).abs()
+
+    return lambda q, k, v, _: COMPILED(q, k, v, score_mod=subtract_distance)
+
+
+def eager_softcap(q, k, v):
+    """Scale the queries, which are small, not the scores."""
+    scores = (q * (q.shape[3] ** -0.5 / CAP)) @ k.mT
+    return scores.tanh_().mul_(CAP).softmax(3) @ v
+
+
+def flex_softcap(_q, _k, _v):
+    def cap(score, _batch, _head, _query, _key):
+        return CAP * torch.tanh(score / CAP)
+
+    return lambda q, k, v: COMPILED(q, k, v, score_mod=cap)
+
+
+def in_fp64(modify):
+    def attend(q, k, v, *slopes):
+        """Go head by head: the scores of all heads would take 8 GiB."""
+        outputs = []
+        for head in range(q.shape[1]):
+            queries, keys, values = (x[:, head].double() for x in (q, k, v))
+            scores = modify(queries @ keys.mT * q.shape[3] ** -0.5, *(x[head] for x in slopes))
+            outputs.append(scores.softmax(2) @ values)
+        return torch.stack(outputs, 1)
+
+    return attend
+
+
+def with_biases(scores, slope):
+    ahead = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+    return scores - slope.double() * torch.maximum(ahead - ahead.mT, ahead.mT - ahead)
+
+
+def capped(scores):
+    return CAP - 2 * CAP / (torch.exp(scores * (2 / CAP)) + 1)
+
+
+INPUTS = {"alibi": heads_and_slopes, "softcap": heads_with_large_scores}
+REFERENCES = {"alibi": in_fp64(with_biases), "softcap": in_fp64(capped)}
+ARMS = {
+    "alibi": (prepared(bias_tensor), prepared(flex_alibi), prepared(flash_slopes)),
+    "softcap": (
+        eager_softcap,
+        prepared(flex_softcap),
+        torch.compile(eager_softcap, dynamic=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("modification", ARMS)
+def test_flex_score_mods(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, modification: str
+) -> None:
+    # check mode disables torch.compile; this flag lets FlexAttention run without it
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+    baseline, optimized, library = ARMS[modification]
+    compare(
+        baseline=baseline,
+        optimized=optimized,
+        library=library,
+        inputs=INPUTS[modification],
+        work=lambda q, *_: Work(flops=4 * q.numel() * q.shape[2], dtype="fp16"),
+        reference=REFERENCES[modification],
+        evidence=[evidence.counter("dram__bytes.sum", max=0.1, per="baseline")],
+    )
