@@ -365,7 +365,8 @@ class BoundClaim:
             self.side_effects.end(name)
         if not callable(call):
             raise UsageError(f"{name}: make(*inputs) of prepared(make) must return the callable")
-        inputs.overwrite_in_place(self.make_inputs(inputs.seed))
+        values = inputs.seed if inputs.values_seed is None else inputs.values_seed
+        inputs.overwrite_in_place(self.make_inputs(values))
         self.effects.poison(inputs.args)
         return call
 

@@ -349,6 +349,7 @@ class Ladder:
         inputs = self.bound.make_inputs(pending.seed)
         if pending.values_seed is not None:
             inputs.overwrite(self.bound.make_inputs(pending.values_seed))
+            inputs.values_seed = pending.values_seed
         return inputs
 
     def _baseline_on(

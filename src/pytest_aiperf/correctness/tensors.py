@@ -53,6 +53,8 @@ class Inputs:
     """The arguments of a call, without their ``static`` marks."""
     dynamic: Sequence[int]  #: Positions of the arguments not marked ``static``.
     seed: int  #: Seed with which ``inputs`` drew the values.
+    values_seed: int | None = None
+    """Seed of the values that have overwritten the dynamic arguments since, if any have."""
 
     def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> tuple[str, ...]:
         """Give this set the values of the dynamic arguments of ``fresh``, or of ``positions``.
