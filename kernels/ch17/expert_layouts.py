@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer on routed tokens, in three ways.
+"""The experts of a mixture-of-experts layer on routed tokens, in two ways.
 
 An expert computes (silu(x gate) * (x up)) down; gate and up share one matrix. A choice is one of
 the experts that the router selected for a token. All ways copy the tokens to rows in the order of
@@ -6,9 +6,8 @@ the experts, run two products and the activation on these rows, and add up each 
 They differ in where the rows of an expert begin, and in the products:
 
 padded     Every expert gets as many rows as the fullest one needs, so that a product is one bmm.
-loop       The experts' rows follow each other without gaps; one mm per expert and product.
-grouped    The same rows; a product is one grouped GEMM, which reads the ends of the groups on the
-           GPU.
+grouped    The experts' rows follow each other without gaps; a product is one grouped GEMM, which
+           reads the ends of the groups on the GPU.
 """
 
 from dataclasses import dataclass
@@ -85,20 +84,6 @@ def padded(x, weights, routing, gate_up, down):
     tokens = dispatch(x, rows, experts * capacity).view(experts, capacity, -1)
     hidden = gated(torch.bmm(tokens, gate_up).flatten(0, 1)).view(experts, capacity, -1)
     return combine(torch.bmm(hidden, down).flatten(0, 1), rows, weights)
-
-
-def _mm_per_group(rows, matrices, sizes):
-    out = rows.new_empty(len(rows), matrices.shape[2])
-    groups = zip(rows.split(sizes), matrices, out.split(sizes), strict=True)
-    for group, matrix, out_of_group in groups:
-        torch.mm(group, matrix, out=out_of_group)
-    return out
-
-
-def loop(x, weights, routing, gate_up, down):
-    rows, sizes = routing.sorted_rows(), routing.sizes.tolist()
-    hidden = gated(_mm_per_group(dispatch(x, rows, rows.numel()), gate_up, sizes))
-    return combine(_mm_per_group(hidden, down, sizes), rows, weights)
 
 
 def grouped(x, weights, routing, gate_up, down):
