@@ -72,7 +72,9 @@ up to this long after a pause of some milliseconds."""
 _SETTLING_GRAPHS: Final = 8
 """Graphs whose construction settles the speed of all graphs. On H200s with driver 580, the graphs
 of a process were 14 % faster, by 0.17 µs per node, once another process had used the GPU. They lost
-this when four more graphs had been built, whatever their size."""
+this when four more graphs had been built."""
+_SETTLING_NODES: Final = 50
+"""Kernels in each of these graphs. Graphs of a single one change nothing."""
 _PROMPT_S: Final = 0.5e-3
 """Two small copies and a kernel take less than this if no other process uses the GPU. If one does,
 they wait for a time slice, which is assumed to be a millisecond or more; it was not measured."""
@@ -198,7 +200,8 @@ class CudaDevice:
             number = self._torch.zeros(1, device=self.torch_device)
             number.neg_()  # loads the kernel
         with contextlib.suppress(CannotCapture):
-            graphs = [self._capture([number.neg_]) for _ in range(_SETTLING_GRAPHS)]
+            calls = [number.neg_] * _SETTLING_NODES
+            graphs = [self._capture(calls) for _ in range(_SETTLING_GRAPHS)]
             del graphs  # only now: all of them must exist at the same time
 
     def warm_up(self, blocks: Sequence[Block]) -> None:
