@@ -285,9 +285,6 @@ class FakeDevice:
         call()
         self._pass(max(0.3, 10 * self._noise.ramp_s))
 
-    def settle_graphs(self) -> None:
-        pass
-
     def warm_up(self, blocks: Sequence[Block]) -> None:
         pass
 

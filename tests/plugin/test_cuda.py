@@ -6,7 +6,6 @@ import os
 import random
 import sys
 import warnings
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -256,23 +255,6 @@ def test_launch_gaps_do_not_count(cuda, mode):
     block = device.block([lambda: cuda.launch(1e-6)] * 50, mode)  # launches take 5 us each
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
-
-
-def test_the_graphs_that_settle_the_speed_of_all_exist_at_the_same_time(cuda):
-    graphs, most = [], 0
-
-    def graph():
-        nonlocal most
-        made = _Graph(cuda)
-        graphs.append(weakref.ref(made))
-        most = max(most, sum(each() is not None for each in graphs))
-        return made
-
-    cuda.torch.cuda.CUDAGraph = graph
-    cuda.torch.zeros = lambda *_, **__: SimpleNamespace(neg_=lambda: cuda.launch(1e-6))
-    CudaDevice(GPU).settle_graphs()
-    assert most == cuda_module._SETTLING_GRAPHS
-    assert not any(each() for each in graphs)
 
 
 def test_a_new_block_is_blocked_as_long_as_the_last_one(cuda):

@@ -213,27 +213,6 @@ def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
     assert set(own) <= set(seeds)
 
 
-def test_graphs_are_settled_each_time_that_measuring_begins(monkeypatch):
-    """While the lock was released, other claims have used the GPU."""
-    log = []
-
-    class Device(FakeDevice):
-        def settle_graphs(self):
-            log.append("settled")
-
-    class Sampler(sampler.Sampler):
-        def builds_long(self, seed):
-            return len(log) < 10 and log[-1] == "replicate"
-
-        def replicate(self, seed):
-            log.append("replicate")
-            return super().replicate(seed)
-
-    monkeypatch.setattr(replicates, "Sampler", Sampler)
-    measured(a_bound_claim(Device(noise=WHITE, seed=1)))
-    assert log[:10] == ["settled", "replicate"] * 5
-
-
 def test_no_arm_can_draw_its_inputs_again():
     bound = a_bound_claim(HostDevice(), inputs=lambda bench: (np.zeros(1), random.random()))
 

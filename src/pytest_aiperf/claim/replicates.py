@@ -64,7 +64,6 @@ class Measurement:
         """Measure replicates until the stopping rule is met or more buffers must be prepared."""
         replicates = self._replicates
         self.bound.note_settings()  # a claim has more threads now than while it prepares
-        self.bound.device.settle_graphs()
         if not replicates:
             self.sampler.begin()
         started = time.monotonic()

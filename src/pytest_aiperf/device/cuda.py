@@ -69,12 +69,6 @@ _STABLE_SPREAD: Final = 0.02  #: Largest relative difference between these readi
 _WARM_UP_S: Final = 0.03
 """Seconds for which blocks run untimed before the first round: on H200s, memory was 11 % slower for
 up to this long after a pause of some milliseconds."""
-_SETTLING_GRAPHS: Final = 8
-"""Graphs whose construction settles the speed of all graphs. On H200s with driver 580, the graphs
-of a process were 14 % faster, by 0.17 µs per node, once another process had used the GPU. They lost
-this when four more graphs had been built."""
-_SETTLING_NODES: Final = 50
-"""Kernels in each of these graphs. Graphs of a single one change nothing."""
 _PROMPT_S: Final = 0.5e-3
 """Two small copies and a kernel take less than this if no other process uses the GPU. If one does,
 they wait for a time slice, which is assumed to be a millisecond or more; it was not measured."""
@@ -189,20 +183,6 @@ class CudaDevice:
                 is_long = calls == 1 and batch_s > _LONG_CALL_S
                 if self.ranks.all(is_long or spent > _MAX_STABILIZING_S):
                     break
-
-    def settle_graphs(self) -> None:
-        """Give CUDA graphs the speed that they have in a process that is alone on its GPU.
-
-        Arms capture graphs while other claims use the GPU, which makes graphs faster, and later
-        while none does. A claim would otherwise have faster graphs in its first replicates.
-        """
-        with self.current():
-            number = self._torch.zeros(1, device=self.torch_device)
-            number.neg_()  # loads the kernel
-        with contextlib.suppress(CannotCapture):
-            calls = [number.neg_] * _SETTLING_NODES
-            graphs = [self._capture(calls) for _ in range(_SETTLING_GRAPHS)]
-            del graphs  # only now: all of them must exist at the same time
 
     def warm_up(self, blocks: Sequence[Block]) -> None:
         begun = now()
