@@ -7,8 +7,7 @@ instead of one per head and token (t):
 
     q . (W_uk c_t)  =  (W_uk^T q) . c_t              sum w_t (W_uv c_t)  =  W_uv (sum w_t c_t)
 
-expanded  Applies the up-projection to the whole cache, then attends with the keys and values of all
-          heads.
+attend    Attends with the keys and values of all heads, which `expand` makes from the cache.
 absorbed  Applies W_uk to the queries and W_uv to the outputs. All heads then share one key per
           token, its row of the cache, and one value, the latent part of that row. Two matrix
           products and a softmax read the rows twice and store the scores.
@@ -42,10 +41,6 @@ def expand(cache, up):
 
 def attend(q, keys, values):
     return scaled_dot_product_attention(q[:, :, None], keys, values)[:, :, 0]
-
-
-def expanded(q, cache, up):
-    return attend(q, *expand(cache, up))
 
 
 def to_latent_queries(q, up):
