@@ -23,6 +23,7 @@ launches bind; prefill is bound by arithmetic and gains nothing. Where many quer
 products of fp8 operands would save arithmetic too, but also round queries and weights.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -137,11 +138,18 @@ RUNGS = {
 ARMS = {rung: with_fp8_cache(attend) for rung, (attend, *_) in RUNGS.items()}
 
 
+@pytest.fixture(scope="module")
+def uncompiled() -> Iterator[None]:
+    """Let FlexAttention run without torch.compile, which check mode disables."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+        yield
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.gpu(features=("fp8",), cpu=True)
 @pytest.mark.parametrize("rung", RUNGS)
-def test_fp8_kv_cache(compare: Compare, monkeypatch: pytest.MonkeyPatch, rung: str) -> None:
-    # check mode disables torch.compile; this flag lets FlexAttention run without it
-    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+def test_fp8_kv_cache(compare: Compare, rung: str) -> None:
     _, library, proof = RUNGS[rung]
     compare(
         baseline=fp16,
