@@ -2,9 +2,10 @@
 
 fp32      PyTorch's default: products of fp32 matrices run on the fp32 units.
 tf32      torch.set_float32_matmul_precision("high"): they run on tensor cores, from fp32 operands
-          that the tensor cores round to TF32.
+          of which the tensor cores use 10 bits of the fraction (TF32).
 autocast  The forward pass runs under torch.autocast: matrix products and attention get their
-          operands cast to bf16. Weights, norms, residual stream, loss and AdamW stay in fp32.
+          operands cast to bf16. Weights, norms, residual stream and AdamW stay in fp32. The loss
+          reads bf16 logits, and its log-softmax is rounded to bf16.
 compiled  The model with its loss is compiled, forward and backward pass.
 
 The step updates weights and both moments in place and returns the loss of each token. Weights and
