@@ -52,11 +52,12 @@ def blocked(keys, values):
 def quantized(cache):
     """Return keys or values (sequences x key heads x ...) in fp8, and the scale of each head.
 
-    The scale follows from the largest magnitude in the cache. A service knows only the tokens so
-    far: it calibrates the scale on other texts, and clamps.
+    The scale follows from the largest magnitude in the cache. It is a power of two, so that numbers
+    which are in fp8 already stay as they are. A service knows only the tokens so far: it calibrates
+    the scale on other texts, and clamps.
     """
     by_head = cache.transpose(0, 1).flatten(1)
-    scale = by_head.abs().amax(1).float() / FP8_MAX
+    scale = (by_head.abs().amax(1).float() / FP8_MAX).log2().ceil().exp2()
     return (cache / scale.view(-1, *[1] * (cache.ndim - 2))).to(FP8), scale
 
 
