@@ -9,24 +9,29 @@ has 1.4 % ("softcap") and 2.7 % ("alibi") of the baseline's DRAM traffic.
 "alibi" subtracts slope x distance, as encoders for long texts do (16 heads of 64, 8192 tokens). The
 baseline passes 2 GiB of biases to PyTorch's attention, which chooses cuDNN. They are made once and
 untimed. It takes 1.16 ms on an H200, FlexAttention 0.77: 1.5 times as fast, at 45 % of the fp16
-rate instead of 30 %. The biases take 0.45 ms at 4.8 TB/s, the products 0.34 at 800 TFLOP/s; what
-else the baseline waits for was not examined. Heads of 128 double the products but not the biases,
-so they should gain less. PyTorch's FlashAttention 2 refuses slopes, so there is no library arm.
+rate instead of 30 %. The biases take 0.45 ms at 4.8 TB/s, the products 0.34 at 800 TFLOP/s; even
+one after the other these are 0.79 ms, so 0.37 ms of the baseline is unexplained, about as much as
+FlexAttention gains: the counters show that the biases are not read, not that reading them costs
+this time. Heads of 128 double the products but not the biases; they were not measured. PyTorch's
+FlashAttention 2 refuses slopes; the flash-attn package accepts them, but was not measured.
 
-"softcap" bounds the scores with 50 tanh(score / 50), as Gemma 2 does (16 heads of 128, 4096
-tokens). PyTorch's attention has no such argument, so the baseline is two products with tanh and
-softmax between them, in place where possible. It takes 1.68 ms: softmax 0.84, tanh and the factor
-0.26 each, the products 0.31. Tanh moves its 1 GiB at 4.1 TB/s, softmax as much at 1.3: not memory
-alone binds. The library arm, the same code under torch.compile, fuses what is between the products
-(0.63 ms) and takes 0.94 in all. FlexAttention takes 0.69 to 0.70: 2.4 times as fast as the baseline
-and 1.36 times as fast as the library arm. It keeps scores in fp32, with an RMS error of 0.02 %; the
-other arms round them to fp16 (0.3 and 0.2 %), and bf16 would be 8 times as coarse.
+"softcap" bounds the scores with 50 tanh(score / 50), as Gemma 2 does; the shape, 16 heads of 128
+and 4096 tokens, is not that of a Gemma model. PyTorch's attention has no such argument, so the
+baseline is two products with tanh and softmax between them, in place where possible. It takes 1.68
+ms: softmax 0.84, tanh and the factor 0.26 each, the products 0.31. Tanh moves its 1 GiB at 4.1
+TB/s, softmax as much at 1.3: so memory does not bind softmax, and with one as fast as tanh the gain
+would be about 1.6. The library arm, the same code under torch.compile, fuses what is between the
+products (0.63 ms, 1.7 TB/s) and takes 0.94 in all; at 4.1 TB/s it would be faster than
+FlexAttention. FlexAttention takes 0.69 to 0.70: 2.4 times as fast as the baseline and 1.36 times as
+fast as the library arm. It keeps scores in fp32, with an RMS error of 0.02 %; the other arms round
+them to fp16 (0.3 and 0.2 %), and bf16 would be 8 times as coarse.
 
 With "softcap", FlexAttention reaches only 25 % of the fp16 rate. Its mod runs once per score, 3 x
-10^8 times, and calls an exact tanh; the approximate instruction (tanh.approx), no mod at all, and
-the flash-attn package, which has arguments for both variants, were not measured. Both variants are
-bidirectional; sliding_window_block_mask skips tiles. Causal ALiBi needs only a row of biases,
-because softmax cancels what is constant in a row. A learned bias per pair must be read in any case.
+10^8 times, and computes a tanh each time; what that costs, the approximate instruction
+(tanh.approx) and the flash-attn package, which has arguments for both variants, were not measured.
+Both variants are bidirectional; sliding_window_block_mask skips tiles. Causal ALiBi needs only a
+row of biases, because softmax cancels what is constant in a row. A learned bias per pair must be
+read in any case.
 """
 
 import pytest
