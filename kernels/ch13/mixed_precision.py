@@ -4,8 +4,7 @@ fp32      PyTorch's default: products of fp32 matrices run on the fp32 units.
 tf32      torch.set_float32_matmul_precision("high"): they run on tensor cores, from fp32 operands
           of which the tensor cores use 10 bits of the fraction (TF32).
 autocast  The forward pass runs under torch.autocast: matrix products and attention get their
-          operands cast to bf16. Weights, norms, residual stream and AdamW stay in fp32. The loss
-          reads bf16 logits, and its log-softmax is rounded to bf16.
+          operands cast to bf16. Weights, norms, residual stream, loss and AdamW stay in fp32.
 compiled  The model with its loss is compiled, forward and backward pass.
 
 The step updates weights and both moments in place and returns the loss of each token. Weights and
@@ -38,7 +37,8 @@ class LanguageModel(nn.Module):
     def forward(self, tokens, target):
         """Return the cross entropy of each token."""
         logits = self.decoder(tokens).flatten(0, 1)
-        return cross_entropy(logits, target.flatten(), reduction="none")
+        # cross_entropy rounds the log-softmax to the dtype of the logits, also under autocast
+        return cross_entropy(logits.float(), target.flatten(), reduction="none")
 
 
 @contextmanager
