@@ -1,10 +1,8 @@
-"""A linear layer with 4-bit weights that stay packed in memory, y = x W^T, for one token or many.
+"""A linear layer for one token with 4-bit weights that stay packed in memory, y = x W^T.
 
-gemv     One token. The weights stay packed, as int8 or int4, until they are in registers. A block
-         takes whole rows of W, so that it keeps the token in registers, and copies the next rows to
-         shared memory while it multiplies (a software pipeline of asynchronous copies).
-gemm     Many tokens, int4: the same unpacking, but each tile of weights is multiplied with TOKENS
-         tokens on the tensor cores.
+`gemv` keeps the weights packed, as int8 or int4, until they are in registers. A block takes whole
+rows of W, so that it keeps the token in registers, and copies the next rows to shared memory while
+it multiplies (a software pipeline of asynchronous copies).
 
 A weight is a code, an integer from -8 to 7, times the scale of its group: 128 weights of a row.
 Codes are stored without sign (plus half of their range), in 32-bit words of 4 bytes or 8 nibbles. A
@@ -14,8 +12,8 @@ neighbouring words need neighbouring elements of the token.
 Unpacking must not take longer than reading. In the time in which the half byte of an int4 weight
 arrives, an SM of an H200 issues about 3.4 instructions per thread. Converting an integer takes five
 (shift, AND, conversion, subtraction, multiply-add). But an integer n whose bits are put into the
-mantissa of 1.0, from bit b on, is the float 1 + n / 2^(23 - b). So the kernels select a field and
-set the exponent in one instruction (LOP3), and multiply-add this float with the token's element
+mantissa of 1.0, from bit b on, is the float 1 + n / 2^(23 - b). So the kernel selects a field and
+sets the exponent in one instruction (LOP3), and multiply-adds this float with the token's element
 times 2^(23 - b). The sum then contains a part that depends on the token only, from the 1 and the
 offset of the codes. A block computes it once, and each row's sum starts with its negative. Two
 neighbouring nibbles share a shift. The price is cancellation: the 1 counts as much as the integer
@@ -38,14 +36,11 @@ GEMV_WARPS = 8
 GEMV_BLOCKS = 3
 """Blocks per SM: 24 warps with 80 registers per thread, and up to 216 KiB of shared memory."""
 
-TOKENS, OUTPUTS = 256, 64
-"""Tokens and outputs of a tile of `gemm`: a weight is unpacked once per 256 tokens."""
-
 ONE = 0x3F800000
 """The bits of 1.0 in fp32.
 
-Kernels take it as an argument: an instruction has room for one constant, which is the mask. With
-two, the compiler makes an AND and an OR.
+The kernel takes it as an argument: an instruction has room for one constant, which is the mask.
+With two, the compiler makes an AND and an OR.
 """
 
 
@@ -127,46 +122,6 @@ def gemv(bits, x, words, scales):
     _gemv[(min(programs, tiles),)](
         *(words, scales, x, out, tiles, ONE, bits, GROUP, columns, rows, stages),
         num_warps=GEMV_WARPS,
-    )
-    return out
-
-
-@triton.jit
-def _gemm(  # noqa: PLR0917  as above
-    words, scales, x, out, tokens, outputs, one, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
-):  # fmt: skip
-    WORDS: tl.constexpr = GROUP // 8
-    # blocks that share weights follow each other, so that one reads them from memory
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    word = tl.arange(0, WORDS)
-    is_token, is_row = (token < tokens)[None, :], (row < outputs)[:, None]
-    sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
-    for group in range(WIDTH // GROUP):
-        at = words + row[:, None] * (WIDTH // 8) + group * WORDS + word[None, :]
-        packed = tl.load(at, mask=is_row, other=0)
-        scale = tl.load(scales + row * (WIDTH // GROUP) + group, mask=row < outputs, other=0)
-        group_sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
-        for field in tl.static_range(8):
-            column = group * GROUP + field * WORDS + word
-            elements = tl.load(x + token[None, :] * WIDTH + column[:, None], mask=is_token, other=0)
-            codes = _one_plus(packed, one, field, 4) * _unit(field, 4) - (_unit(field, 4) + 8)
-            group_sums = tl.dot(codes.to(x.dtype.element_ty), elements, group_sums)
-        sums += group_sums * scale.to(tl.float32)[:, None]
-    at = out + token[None, :] * outputs + row[:, None]
-    tl.store(at, sums.to(out.dtype.element_ty), mask=is_token & is_row)
-
-
-def gemm(x, words, scales):
-    """Multiply tokens with int4 weights that are unpacked tile by tile."""
-    (tokens, width), outputs = x.shape, len(words)
-    out = x.new_empty(tokens, outputs)
-    grid = triton.cdiv(tokens, TOKENS), triton.cdiv(outputs, OUTPUTS)
-    _gemm[grid](
-        *(words, scales, x, out, tokens, outputs, ONE, width, GROUP, TOKENS, OUTPUTS),
-        num_warps=8,
-        num_stages=2,
     )
     return out
 
