@@ -5,27 +5,28 @@ from its largest magnitude. The values come from residual addition and RMSNorm (
 projections of attention and the first ones of feed-forward, and from silu(gate) * up ("silu_mul")
 before the last one. The kernel that computes a token's row has it in registers: it can find the
 maximum there and store codes of 1 byte. If a second kernel quantizes, the first one writes the row
-in bf16 and the second one reads it: 4 more bytes per element.
+in bf16 and the second one reads it: 4 more bytes per element. On an H200 one kernel takes 0.227 ms
+instead of 0.359 for "norm" (1.6x), and 0.140 ms instead of 0.260 for "silu_mul" (1.85x).
 
-The baseline is what serving engines ran before they fused the two. Each of its kernels is fused
-already and reads a row once: that of ch09/fused_norm, or one for silu(gate) * up, and then that of
-ch19/fused_rowwise_quantize. Those claims fuse the steps within a kernel; here the array between two
-good kernels goes. "norm" reads x and residual, and writes the new residual (6 bytes per element)
-and the codes: 7 bytes against 11, at most 1.57x. "silu_mul" moves 5 bytes against 9, at most 1.8x.
-Memory limits both, "silu_mul" by the smaller margin: it has an exponential and two divisions per
-element. By its compiled code, an H200 issues its instructions in seven tenths of the time that its
-bytes take.
+The baseline's two kernels are each fused already and read a row once: the one of ch09/fused_norm,
+or one for silu(gate) * up, and then the one of ch19/fused_rowwise_quantize. Only the array between
+them goes. "norm" reads x and residual, and writes the new residual (6 bytes per element) and the
+codes: 7 bytes against 11, or 1.57x. "silu_mul" moves 5 bytes against 9, or 1.8x. Counters show 1.59
+and 1.80 times the DRAM traffic for the baseline. All kernels move 4.1 to 4.3 TB/s, so the bytes
+explain the gain. The fused kernels reach 96 % of the copy rate ("norm") and 93 % of the read rate
+("silu_mul", where 4 of 5 bytes are read): memory limits both.
 
-torch.compile of all steps, the library arm, fuses across this border as well. Inductor keeps rows
-of up to 1,024 columns in registers. Longer ones it reads again after each reduction, from the cache
-at best, and computes SiLU a second time. So where a model is compiled anyway, norm and quantization
-belong in the same compiled region: a graph break or a custom operation between them brings the
-array back.
+torch.compile of all steps, the library arm, makes one kernel too. "norm" takes 0.245 ms then, 8 %
+longer than here. "silu_mul" takes 0.269 ms, 1.9 times as long as here and longer than the
+baseline's two kernels. Inductor keeps rows of up to 1,024 columns in registers. It reads longer
+ones again after each reduction, and computes SiLU twice; what each costs was not measured. So in a
+compiled model, keep norm and quantization in one compiled region: a graph break or a custom
+operation between them brings the array back. For SiLU, write the kernel. Other options of Inductor
+and the fused kernels of serving engines were not compared.
 
-The sizes are those of a 70B model on four GPUs: 8192 columns, or 7168 each of gate and up. 16,384
-tokens are a step of prefill, whose arrays are several times as large as the L2 cache. When few
-tokens are decoded, the array stays in the cache, and the gain is one launch. There is none where
-something else needs the bf16 values as well, or where one scale for the whole tensor is needed
+The sizes are those of a 70B model on four GPUs, with 16,384 tokens of prefill: the arrays are much
+larger than the L2 cache. In a decode step they should fit; that was not measured. Nothing is gained
+where something else needs the bf16 values too, or where one scale for the whole tensor is needed
 before the first code. A row that exceeds the registers of a block needs a second read.
 """
 
