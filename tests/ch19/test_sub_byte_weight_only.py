@@ -2,20 +2,25 @@
 
 A linear layer that decodes one token uses each weight once, so it is bound by reading them. With
 8192 inputs and 28672 outputs, as in the MLP of a 70B Llama, they are 470 MB in bf16, 239 in int8
-and 121 in int4, scales included: by bytes, each rung may gain 1.97x, and both together 3.9x. The
-token stays in bf16 (W8A16, W4A16). "int8" and "int4" are the same kernel. It unpacks codes in
-registers, because a dequantized matrix would be written and read again. Half a byte per weight
-leaves an SM of an H200 time for some 3.4 instructions. The compiled loop of "int4" has 3.4, and a
-conversion of integers alone takes five (kernels/ch19/weight_only.py), so not only bytes may bind.
+and 121 in int4, scales included: by bytes, each rung may gain 1.97x, and both together 3.9x. On an
+H200 they gain 1.70x and 1.51x, together 2.56x: 108, 64 and 42 µs. The token stays in bf16 (W8A16,
+W4A16). "int8" and "int4" are the same kernel. It unpacks codes in registers, because a dequantized
+matrix would be written and read again; DRAM moves 1.02 and 1.03 times the bytes of the packed
+layer. But from bf16 to int4, the share of the read rate falls from 92 to 80 and 61 %. At the full
+rate, the three arms would take 8, 13 and 16 µs less. Part of this may be fixed costs, such as the
+last tiles (of 396 blocks of "int4", 20 have ten, the others nine). Instructions may also bind: half
+a byte leaves an SM time for some 3.4 instructions, and the compiled loop of "int4" has 3.4
+(kernels/ch19/weight_only.py). Which of them it is was not measured.
 
 The baseline of "int8" is PyTorch's linear layer in bf16 (cuBLAS), which cannot read packed weights,
-so the kernel changes with the format; each arm's share of the read rate tells them apart. The
-library arm is the product as torch.compile fuses it with the conversion of int8 codes, as in
-gpt-fast. The baseline of "int4" is "int8"; its library arm is tinygemm, PyTorch's int4 kernel,
-which torchao calls. Marlin and Machete are not compared. All arms compute the same product: the
-int8 arms hold the same int4 codes, one per byte, with the same scale per group of 128, and a scale
-has 5 significant bits, so that code times scale is exact in bf16. What quantization costs in
-accuracy is another question, which labs/decode_ladder touches.
+so the kernel changes with the format. cuBLAS has the larger share of the read rate, so the gain is
+due to the bytes. The library arm is the product as torch.compile fuses it with the conversion of
+int8 codes, as in gpt-fast, but with scales per group. It takes 162 µs, longer than bf16. The
+baseline of "int4" is "int8"; its library arm is tinygemm, PyTorch's int4 kernel, which torchao
+calls: 62 µs, 1.47x as long as "int4". Marlin and Machete are not compared. All arms compute the
+same product: the int8 arms hold the same int4 codes, one per byte, with the same scale per group of
+128, and a scale has 5 significant bits, so that code times scale is exact in bf16. What
+quantization costs in accuracy is another question, which labs/decode_ladder touches.
 
 "int4_prefill" multiplies 256 tokens, where the weights' bytes are no longer the limit: by the rates
 of an H200, reading the bf16 matrix takes 0.10 ms and the 1.2e11 operations 0.15. The baseline,
