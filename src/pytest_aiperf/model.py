@@ -430,6 +430,7 @@ class Recorded:
     stack: str  #: Versions of the software; of a host claim, also the processor.
     recorded: str  #: Date of the last update, as YYYY-MM-DD.
     share: float | None = None  #: Ratio of the optimized arm's rate to its limit.
+    lowest: float | None = None  #: The lowest of the runs' estimates, if not the latest.
 
 
 @dataclass(frozen=True, slots=True)

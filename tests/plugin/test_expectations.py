@@ -506,6 +506,20 @@ def test_a_host_claim_is_recorded_with_its_processor(path):
 OTHER = HOST["stack"] | {"processor": "Xeon 8480C, 16 logical CPUs"}
 
 
+@pytest.mark.parametrize(
+    ("before", "lowest"), [((1.9, None), 1.9), ((1.9, 1.8), 1.8), ((2.1, None), None)]
+)
+def test_the_lowest_estimate_of_runs_of_the_same_code_is_kept(before, lowest):
+    new = result()
+    old = Recorded(
+        (before[0],) * 3, 3, new.code, stack_line(new.stack), "2026-11-21", 0.86, before[1]
+    )
+    entry = expectations._entry(new, old, TODAY)
+    assert (entry.runs, entry.lowest) == (4, lowest)
+    changed = dataclasses.replace(old, code="changed")
+    assert expectations._entry(new, changed, TODAY).lowest is None
+
+
 def test_a_failed_result_is_judged_by_the_requirements_only():
     was = Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21")
     slower = result(outcome=Outcome.FAILED, speedup=Interval(1.6, 1.61, 1.62))
@@ -606,7 +620,8 @@ def test_only_the_measured_figures_change(path, either_loader):
     propose_update(path, [result()], TODAY).write()
     [(old, new)] = changed_lines(GOLDEN, path.read_text())
     assert old.startswith("      h200: {speedup: [1.95")
-    assert new == f"      h200: {body()} # note".replace("runs: 1", "runs: 4")
+    entry = body().replace("runs: 1", "runs: 4").replace("}", ", lowest: 1.97}")
+    assert new == f"      h200: {entry} # note"
     assert load(path).claims["ch07/copy[vector]"].require == Require(1.5, 0.99)
 
 

@@ -1,5 +1,6 @@
 """The verdict on an interval, and whether it meets an expectation."""
 
+import dataclasses
 import math
 
 import pytest
@@ -147,6 +148,14 @@ def test_a_share_whose_interval_reaches_the_requirement_is_undecided():
     assert undecided.why.startswith(
         "undecided: share of the limit 87.00% [84.99%, 89.00%]: its lower end is below the 85.00% "
     )
+
+
+@pytest.mark.parametrize(("high", "holds"), [(1.69, False), (1.71, True)])
+def test_what_an_earlier_run_of_the_same_code_reached_is_no_regression(high, holds):
+    was = dataclasses.replace(recorded(1.9, 2.0, 2.1), lowest=1.76)
+    judgement = judge(Interval(1.5, 1.6, high), 0.0, Expectation(recorded=was, key="h200"))
+    assert judgement.holds == holds
+    assert holds or "recorded 2x [1.9, 2.1] and 1.76x before of h200" in judgement.why
 
 
 def test_a_claim_that_is_faster_fails_below_the_recorded_interval():

@@ -32,7 +32,13 @@ MAX_NOISE: Final = 0.02  #: Results are refused if identical arms differ by more
 HOST: Final = "cpu"
 """Key of host claims. Their figures are recorded to be shown: no run is judged by them, because
 hosts differ."""
-MAX_VALUES: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
+MAX_VALUES: Final = {
+    "speedup": 1e9,
+    "lowest": 1e9,
+    "library": 1e9,
+    "share": 2.0,
+    "runs": 1e9,
+}
 """Upper bounds of figures. A share of the limit may exceed 1, since the limit is measured."""
 SCHEMA: Final = 1  #: Version of the file format; files of other versions are refused.
 STACK: Final = ("torch", "CUDA", "driver")  #: Software whose versions an entry records, in order.
@@ -460,11 +466,14 @@ def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
         for direction, x in zip(directions, astuple(result.speedup), strict=True)
     )
     stack = stack_line(result.stack)
-    runs = old.runs + 1 if old and (old.code, old.stack) == (result.code, stack) else 1
+    runs, lowest = 1, None
+    if old and (old.code, old.stack) == (result.code, stack):
+        before = old.speedup[1] if old.lowest is None else old.lowest
+        runs, lowest = old.runs + 1, before if before < value else None
     limit = result.limits.get("optimized")
     in_range = limit is not None and 0 < limit.share <= MAX_VALUES["share"]
     share = float(f"{limit.share:.3g}") if limit is not None and in_range else None
-    return Recorded((low, value, high), runs, result.code, stack, today.isoformat(), share)
+    return Recorded((low, value, high), runs, result.code, stack, today.isoformat(), share, lowest)
 
 
 # The functions below edit the text line by line. To load and dump it with ruamel.yaml would change
