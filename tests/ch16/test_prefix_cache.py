@@ -11,14 +11,14 @@ aligned to the lower right. The claim is judged on the time to first token (TTFT
 the call, lookup included, until the logits of all prompts are there.
 
 "empty" starts without cached KV: the first prompt pays for the prefix, and the others find it in
-the same pass. 6,966 tokens remain: 9.2 ms, a gain of 3.2x, where 4.5x is the limit by operations.
-In "filled", an earlier request has paid for the prefix, outside the timed region. 3,280 tokens
-remain: 5.6 ms, a gain of 5.3x, where 8.8x is the limit. The tensor cores execute 23 % and 12 % of
-the baseline's operations. In "filled", kernels run for 4.4 ms, and the GPU is idle for 1.2 ms; how
-much of that the lookup takes was not measured. The products with the weights take a tenth of the
-baseline's time, like the tokens, but attention takes 1.7 ms, more than a fifth. Gathering its KV
-from the pool, 268 MB per layer, adds 0.5 ms. Kernels for paged attention read the KV in place; that
-was not tried.
+the same pass. 6,966 tokens remain: 9.2 ms, a gain of 3.1x to 3.2x, where 4.5x is the limit by
+operations. In "filled", an earlier request has paid for the prefix, outside the timed region. 3,280
+tokens remain: 5.6 ms, a gain of 5.0x to 5.3x, where 8.8x is the limit. The tensor cores execute 23
+% and 12 % of the baseline's operations. In "filled", kernels run for 4.4 ms, and the GPU is idle
+for 1.2 ms; how much of that the lookup takes was not measured. The products with the weights take a
+tenth of the baseline's time, like the tokens, but attention takes 1.7 ms, more than a fifth.
+Gathering its KV from the pool, 268 MB per layer, adds 0.5 ms. Kernels for paged attention read the
+KV in place; that was not tried.
 
 The library arm is written by hand for a prefix of known length: compute it once, then attend to
 concatenated KV with SDPA. It needs no lookup, but takes 1.2x and 1.3x as long, because torch.cat

@@ -2,28 +2,28 @@
 
 With continuous batching, the batch size changes between decode steps. The baseline launches each
 step eagerly, for exactly the rows of the batch. That fits any batch size and needs no setup, but a
-step of this model is 107 launches. Eight steps take 21 ms on an H200 (17 to 30 ms), and kernels run
-for only 4.0 ms: the GPU is idle for 81 % of the time. The host needs about 24 us per launch, while
-a kernel takes 4.7 us on average.
+step of this model is 107 launches. Eight steps take 21 to 25 ms beside an H200, and kernels run for
+only 4.0 ms: the GPU is idle for four fifths of the time. The host needs 24 to 29 us per launch,
+while a kernel takes 4.7 us on average.
 
 A CUDA graph is a single launch, but has the batch size of its capture. Inference engines capture a
 graph for each of a few sizes (buckets), here 1, 2, 4 and the multiples of 8 up to 64, and pad each
 batch to the next of them. A step copies its rows to the graph's input, marks the rest as padding,
 replays the graph and copies the result: three or four launches, 30 instead of 857 in eight steps.
-They take 4.6 ms, and kernels run for 4.1 ms of it. The gain of 4.6x [3.8, 5.5] depends on the
-host: at 8 us per launch, the baseline would take 6.9 ms, and the gain would be 1.5x. The 11 graphs
-are captured in the untimed setup, as by a server when it starts, and use one memory pool
+They take 4.6 ms, and kernels run for 4.1 ms of it. The gain of 4.6x to 5.5x depends on the host: at
+8 us per launch, the baseline would take 6.9 ms, and the gain would be 1.5x. The 11 graphs are
+captured in the untimed setup, as by a server when it starts, and use one memory pool
 (shared_graph_mempool). The setup's time and memory were not measured. Timed calls capture nothing:
 they make 38 calls of the CUDA API, the baseline 857.
 
 The library arm is the bound: graphs of exactly the eight batch sizes of this test, which it is
 told. A server would need all 64. The sizes are the middles of eight equal parts of the logarithmic
 scale from 1 to 64; five of them need padding, and 118 rows become 143. Padding costs no measurable
-time (1.00x [0.98, 1.01]): it appends nothing to the paged KV cache, attends to one key, and shares
-the weights with the other rows. torch.compile with mode="reduce-overhead" also captures a graph per
-size, when it first meets it; it was not compared. Requests are chosen at random for each step, from
-64 with contexts of 64 to 448 tokens. Pages never pass to another request here, so the test would
-not notice if padding appended an earlier step's tokens again.
+time (1.00x): it appends nothing to the paged KV cache, attends to one key, and shares the weights
+with the other rows. torch.compile with mode="reduce-overhead" also captures a graph per size, when
+it first meets it; it was not compared. Requests are chosen at random for each step, from 64 with
+contexts of 64 to 448 tokens. Pages never pass to another request here, so the test would not notice
+if padding appended an earlier step's tokens again.
 
 The claim is judged on wall time, because only the CPU overhead shrinks. The graphs reach 28 % of
 the read rate: products with the weights take 2.2 ms, attention 0.9, and small kernels the rest. No
