@@ -1,30 +1,30 @@
 """TF32, bf16 autocast and torch.compile each make a training step faster at the same losses.
 
 The model has 3 Llama blocks of width 2,048. A step multiplies 4,096 tokens by 171 million weights,
-forward and backward: 4.2e12 operations. On an H200 it takes 94.5 ms in fp32, 25.6 to 25.8 in TF32,
-13.8 to 14.0 under autocast, and 9.5 to 9.7 compiled: gains of 3.7x, 1.85x, and 1.44x to 1.45x, in
-all 9.7x to 9.9x. The first arm is PyTorch's default: the fp32 units multiply the matrices, at an
-eighth of Hopper's TF32 rate. "tf32" is one call, torch.set_float32_matmul_precision("high"):
-tensor cores use 10 bits of the operands' fractions. In a trace, the products take 13.0 ms instead
-of 82.0. Attention ignores the setting, and the other operations move the same bytes: attention
-takes 5.9 ms in both arms, AdamW 1.5 and the rest 4.9. The step reaches 39 to 40 % of the TF32 rate.
+forward and backward: 4.2e12 operations. On an H200 it takes 94.7 ms in fp32, 25.7 in TF32, 13.9
+under autocast, and 9.5 compiled: gains of 3.7x, 1.85x and 1.46x, in all 10x. The first arm is
+PyTorch's default: the fp32 units multiply the matrices, at a seventh of the TF32 rate. "tf32" is
+one call, torch.set_float32_matmul_precision("high"): tensor cores use 10 bits of the operands'
+fractions. In a trace, the products take 12.9 ms instead of 82.2. Attention ignores the setting, and
+the other operations move the same bytes: attention takes 5.9 ms in both arms, AdamW 1.5 and the
+rest 4.9. The step reaches 39 % of the TF32 rate.
 
 "autocast" runs the forward pass under torch.autocast; the backward pass uses the same dtypes.
-Tensor cores multiply bf16 at twice the TF32 rate: the products take 5.3 ms. Attention takes 0.6,
-because cuDNN's flash kernel replaces the memory-efficient one, written for Ampere, that PyTorch
-uses for fp32. How much of that is due to bf16 was not measured. The rest grows from 4.9 ms to 5.8:
+Tensor cores multiply bf16 at nearly twice the TF32 rate: the products take 5.3 ms. Attention takes
+0.6, because cuDNN's flash kernel replaces PyTorch's memory-efficient one for fp32, written for
+Ampere. How much of that is due to bf16 was not measured. The rest grows from 4.9 ms to 6.0:
 activations inside a block take half the bytes, but each weight, its gradient and most activations
-are cast, and the step runs 315 kernels instead of 234. It reaches 38 to 39 % of the bf16 rate.
-Weights that AdamW updates (master weights), RMSNorm, rotations of the positions and residual stream
-stay in fp32. So does the loss, because the model calls logits.float(): cross_entropy rounds the
-log-softmax to the dtype of the logits, also under autocast. In bf16, losses near 9 have steps of
-0.06. Losses, weights and moments agree with fp64 within the tolerance of TF32 or bf16. bf16 has the
-exponents of fp32: small gradients do not underflow, and the loss needs no scaling, unlike in fp16.
+are cast, and the step runs 315 kernels instead of 234. It reaches 38 % of the bf16 rate. Weights
+that AdamW updates (master weights), RMSNorm, rotations of the positions and residual stream stay in
+fp32. So does the loss, because the model calls logits.float(): cross_entropy rounds the log-softmax
+to the dtype of the logits, also under autocast. In bf16, losses near 9 have steps of 0.06. Losses,
+weights and moments agree with fp64 within the tolerance of TF32 or bf16. bf16 has the exponents of
+fp32: small gradients do not underflow, and the loss needs no scaling, unlike in fp16.
 
 "compiled" fuses casts of activations with norms, rotations, SwiGLU and residual additions: 137
-kernels instead of 315, and 28 % fewer DRAM bytes. The rest falls to 1.8 ms. Products, attention and
-AdamW (one fused implementation in all arms) take as long as before, and the step reaches 56 to 57 %
-of the bf16 rate. Of the 1.8 ms, 0.5 are casts of the 13 weight matrices and their gradients (26
+kernels instead of 315, and 29 % fewer DRAM bytes. The rest falls to 1.8 ms. Products, attention and
+AdamW (one fused implementation in all arms) take as long as before, and the step reaches 55 % of
+the bf16 rate. Of the 1.8 ms, 0.5 are casts of the 13 weight matrices and their gradients (26
 kernels). A bf16 copy of the weights would save some, but the optimizer must then maintain it.
 ch20/training_stack_ladder casts by hand, keeps all activations in bf16, and compiling gains 1.05x.
 AdamW and the casts of weights take 2 ms however few the tokens. Device time is judged: in a small

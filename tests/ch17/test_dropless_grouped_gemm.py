@@ -5,23 +5,23 @@ needs matrices of equal size. The baseline pads every expert to the size of the 
 smallest capacity that drops no token (`drop_tokens=False` in DeepSpeed). In "skewed" the fullest
 expert has about twice the mean, so half of all rows are padding, which costs as much as tokens. A
 grouped GEMM computes the tiles of all experts in one kernel, which reads the ends of the groups on
-the GPU: no padded rows. On an H200 the layer takes 2.55 ms instead of 3.8 to 4.2 ms, depending on
-the draw: 1.57x [1.50, 1.63], measured once.
+the GPU: no padded rows. On an H200 the layer takes 2.5 to 2.6 ms instead of 3.8 to 4.2, depending
+on the draw: 1.57x in both sessions, [1.51, 1.63] in the last one.
 
 The gain is that of the skew. In "skewed", popularity is lognormal with sigma 0.3, an assumption. In
-"even", all experts are equally likely, and only chance gives the fullest one 1.08 times the mean.
-Padding then costs about as little as the partly empty tiles of the grouped GEMM, and a bmm is
-faster per row: padding should win. By arithmetic from the times of "skewed", both arms take
-equally long if the fullest expert has 1.3 times the mean.
+"even", all experts are equally likely, and padding wins: the grouped GEMM takes 9 % longer, 2.52 ms
+instead of 2.32: 0.919x [0.915, 0.923]. Only chance makes the fullest expert larger than the mean,
+by 7 % in the trace. Partly empty tiles cost the grouped GEMM more: rounding each expert up to 256
+rows adds 12 %. A bmm is also faster per row: its kernels take 1.80 ms, the grouped kernels 2.04. By
+interpolation between the two routers, both arms take equally long at 1.2 times the mean.
 
-In "skewed", the gain is less than the ratio of padded to routed rows, 2.07 in the trace, because
-the grouped GEMM is slower per row. The bmm kernels take 3.13 ms there, at 818 TFLOP/s with padding,
-all of the measured bf16 limit; the grouped kernels take 2.12 ms, at 583 TFLOP/s or 0.71 of it.
-Partly empty tiles explain a part: rounding each expert up to 256 rows adds 12 %, which fits the
-tensor cores' operations, 0.54 of the baseline's. The rest was not examined, nor whether a bmm gains
-from rows of padding that are all equal. Gathering the rows and the gate take 0.40 ms instead of
-0.72 ms; the weighted sum takes 0.14 ms in both. With these steps the arms reach 0.59 and 0.38 of
-the limit.
+In "skewed", the gain is less than the ratio of padded to routed rows, 2.07 and 2.06 in two traces,
+because the grouped GEMM is slower per row. The bmm kernels take 3.1 and 3.3 ms there, with
+different tiles: 820 and 770 TFLOP/s with padding, 1.00 and 0.92 of the measured bf16 limit. The
+grouped kernels take 2.1 ms, at 0.71 of it. Partly empty tiles explain a part; 12 % fits the tensor
+cores' operations, 0.54 of the baseline's. The rest was not examined, nor whether a bmm gains from
+rows of padding that are all equal. Gathering the rows and the gate take 0.40 ms instead of 0.72 ms;
+the weighted sum takes 0.14 ms in both. With these steps the arms reach 0.59 and 0.37 of the limit.
 
 The layer has the shape of Qwen3-30B-A3B's (128 experts, 8 per token, width 2048, inner width 768)
 and runs a prefill of 16,384 tokens: 1.2 TFLOP, and 1.2 GB of weights. Routing and sorting are done

@@ -2,16 +2,16 @@
 
 Decoding reads every cached key and value once per token, so bytes bind it: 801 MB in 16 bits here,
 401 MB in fp8 (e4m3). Both rungs are compared with the same kernel on a 16-bit cache in the same
-layout, which takes 0.187 ms on an H200 (4.3 TB/s). The library arm of "dequantize_first", PyTorch's
-attention on a 16-bit cache (cuDNN), takes 0.194: 2.5 times as fast as that rung.
+layout, which takes 0.183 ms on an H200 (4.4 TB/s). The library arm of "dequantize_first", PyTorch's
+attention on a 16-bit cache (cuDNN), takes 0.190: 2.55 times as fast as that rung.
 
 "dequantize_first" suits a kernel that knows 16 bits only: per element it reads one byte and writes
-two, which attention reads, 5 bytes instead of 2. Counters show 2.46 times the DRAM traffic, and it
-takes 2.6 times as long: 0.486 ms, of which 0.29 convert. "read_in_kernel" converts elements between
-shared memory and the tensor cores. It takes 0.103 ms, 1.82 times as fast as in 16 bits, with half
-of the DRAM reads. Its library arm, FlexAttention, compiled, takes 0.143 ms, 1.4 times as long. It
-converts in its kernel as well and reads the usual layout; why it takes longer was not examined.
-FlashInfer and FlashAttention 3, which read fp8 caches too, were not measured.
+two, which attention reads, 5 bytes instead of 2. Counters show 2.49 times the DRAM traffic, and it
+takes 2.65 times as long: 0.485 ms, of which 0.29 convert. "read_in_kernel" converts elements
+between shared memory and the tensor cores. It takes 0.101 ms, 1.82 times as fast as in 16 bits,
+with half of the DRAM reads. Its library arm, FlexAttention, compiled, takes 0.142 ms, 1.41 times as
+long. It converts in its kernel as well and reads the usual layout; why it takes longer was not
+examined. FlashInfer and FlashAttention 3, which read fp8 caches too, were not measured.
 
 The setup fills the cache, because a token is quantized once, when it is written. Appending a token
 to the transposed blocks of values is not timed. Each head has one scale for its keys and one for
@@ -19,9 +19,9 @@ its values; kernels/ch18/fp8_kv.py has the reason. Rounding to 3 bits of mantiss
 by 2.7 % (RMS), and the output by 3.8 %, measured with scores of standard deviation 1: the values
 pass their rounding on, and that of the keys moves the scores. A larger spread makes the error
 larger. Its effect on a model's text is not tested. Here the inputs are rounded beforehand, so that
-all arms must agree as closely as fp16 allows; the times are those of inputs that were not.
+all arms must agree as closely as fp16 allows.
 
-The limit is 2x. In fp8 the kernel reads 3.9 TB/s, 85 % of the measured read rate, instead of 4.3;
+The limit is 2x. In fp8 the kernel reads 4.0 TB/s, 85 % of the measured read rate, instead of 4.4;
 how much of that is conversion, merge or launches was not measured. On Hopper one instruction
 converts two elements to fp16: the kernel has 64, for 128 elements per thread and step. There is no
 such instruction to bf16, which would take more, so all arms use fp16. Launches should bind in short

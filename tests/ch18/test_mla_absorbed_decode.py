@@ -7,20 +7,20 @@ heads, as "naive" does in DeepSeek's inference code: 8.9 times as many bytes, wh
 reads. But the up-projection is linear. One can multiply the query by the half of the weights that
 makes keys, and the weighted sum of the latents by the half that makes values, so all heads attend
 to the same 576 values per token. "absorbed" does so in plain PyTorch. On an H200 the step takes
-0.183 ms instead of 0.696, so it gains 3.8x. It reads the latents twice, for the scores and for the
+0.176 ms instead of 0.683, so it gains 3.9x. It reads the latents twice, for the scores and for the
 sum, so it saves 4.4x of the bytes, not 8.9x. The gain is smaller still, because about a fifth of
-its time is not spent on the cache: the softmax takes 9 %, small kernels 7 %, and a copy and gaps
-the rest. To expand the latents again in every step is slower still, and no arm here.
+its time is not spent on the cache: the softmax takes 9 %, small kernels 8 %, and gaps between
+kernels 5 %. To expand the latents again in every step is slower still, and no arm here.
 
 "fused" reads the cache once and is compared with "absorbed": a Triton kernel with an online softmax
 uses a tile as keys and as values. The counters show 1.02 times the least bytes, after 2.00. It
-takes 0.094 ms: 1.94x, about 1.8x over "absorbed" under torch.compile (its library arm), and 7.4x
-over the baseline. One block per sequence would leave half of the SMs idle, so the cache is split in
-four (flash-decoding). The limit, reading the cache once, is 0.065 ms. The step reaches 69 % of it,
-the attention kernel 84 %; the products with the weights and the merge take 11 us, and gaps between
-kernels about 7. Why the attention kernel stays at 84 % was not examined. FlexAttention, SDPA with
-heads as queries, FlashMLA and FlashInfer were not compared, nor caches in pages or of different
-lengths.
+takes 0.091 ms: 1.94x, 1.8x over "absorbed" under torch.compile (its library arm), and 7.5x over the
+baseline. One block per sequence would leave half of the SMs idle, so the cache is split in four
+(flash-decoding). The limit, reading cache and weights once, is 0.064 ms. The step reads at 70 % of
+the measured rate, the attention kernel alone at 85 %; the products with the weights and the merge
+take 10 us, and gaps between kernels about 7. Why the attention kernel stays at 85 % was not
+examined. FlexAttention, SDPA with heads as queries, FlashMLA and FlashInfer were not compared, nor
+caches in pages or of different lengths.
 
 The widths are those of DeepSeek-V2 and V3. V2-Lite has 16 heads, and so does one of 8 GPUs that
 share V3's 128 (tensor parallelism). 16 heads need 30 operations per byte; 128 on one GPU need 242,
