@@ -1,28 +1,31 @@
-"""In a simulation, shortest job first with aging makes most requests wait less than FCFS does.
+"""In a simulation, shortest job first with aging lowers the median wait below that of FCFS.
 
 First come, first served (FCFS) fills a free slot with the oldest request, even if it needs 25 s and
 many short ones wait behind it. Shortest job first ("sjf") takes the one with the shortest predicted
 service. Many then wait less and a few long ones longer; while shorter ones keep arriving, a long
-one starves. Aging bounds the wait: a request that has waited for a minute is next. None waits
-longer than with FCFS by more than that and a service.
+one starves. Aging bounds the wait: the oldest request is next if it has waited for a minute. In
+three draws, none waits longer than with FCFS by more than a minute and the longest service.
 
 The server has 8 slots with continuous batching, at 0.9 of its capacity. Its 20,000 requests have
 the lengths of the Azure LLM inference trace of 2023 (conversations) and arrive as a Poisson process
 does. Prefill takes 0.1 ms per token and a decoding step 25 ms, so a request takes 5.3 s on average.
-The scheduler has only a prediction of the answer's length, which is off by a factor of 1.4 in the
-median and orders 17 % of pairs wrongly (Kendall's tau 0.66). The score is a percentile of the time
-to first token. Checked exactly: each request occupies a slot for its service time, at most 8 run at
-once, and none waits beside a free slot. Tests beside the claim check the waits of FCFS by Kiefer
-and Wolfowitz's recursion, each choice of the others, and aging's bound, which "sjf" exceeds.
+The prefill of one slot does not delay the others, unlike on a GPU. The scheduler has only a
+prediction of the answer's length, which is off by a factor of 1.4 in the median and orders 17 % of
+pairs wrongly (Kendall's tau 0.66). The score is a percentile of the time to first token. Checked
+exactly: each request occupies a slot for its service time, at most 8 run at once, and none waits
+beside a free slot. Tests beside the claim check the waits of FCFS by Kiefer and Wolfowitz's
+recursion, each choice of the others, and aging's bound, which "sjf" exceeds.
 
 Means of 40 draws, for FCFS, SJF and aging: p50 2.0, 0.53 and 0.54 s; p95 14.0, 8.2 and 9.0 s; p99
-21, 29 and 42 s; longest 30, 349 and 64 s. Half of the requests wait less than with FCFS, and a
-sixth longer. The library arm of p50 and p95 is SJF that knows the lengths; its p95 is 5 % lower.
-With twice the error, aging's p95 is 1.3 times lower than that of FCFS, instead of 1.6. "longest"
-judges aging against SJF, and its library arm is FCFS. The gain needs a queue: at 0.7 of the
-capacity p50 gains 1 %, and with 32 slots it is 1.5 times lower, instead of 3.7. If the backlog
-lasts longer than the limit, aging becomes FCFS: at 0.95 of the capacity its p95 gains nothing. A
-preemptive rule (shortest remaining time first) is not measured; it must keep or recompute KV.
+21, 29 and 42 s; longest 30, 349 and 64 s. So aging doubles p99. With it, half of the requests wait
+less than with FCFS, a sixth longer, and a third as long, most of them because a slot is free. The
+library arm of p50 and p95 is SJF that knows the lengths; its p95 is 5 % lower than that of SJF with
+predictions, and 12 % lower than that of aging. With twice the error, aging's p95 is 1.37 times
+lower than that of FCFS, instead of 1.56. "longest" judges aging against SJF, and its library arm is
+FCFS. The gain needs a queue: at 0.7 of the capacity p50 gains 1 %, and with 32 slots it is 1.5
+times lower, instead of 3.7. If the backlog lasts longer than the limit, aging becomes FCFS: at 0.95
+of the capacity its p95 is higher than that of FCFS. A preemptive rule (shortest remaining time
+first) is not measured; it must keep or recompute KV.
 """
 
 from typing import NamedTuple
