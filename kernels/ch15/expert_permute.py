@@ -10,7 +10,7 @@ read_once          The same sort. A kernel loads each token's row once and store
 counting_sort      The same row copy. Two kernels find the rows of the pairs with a counting sort.
 quantized_first    FP8, with one scale per 128 elements: quantize the tokens, then pack the codes
                    and scales as counting_sort does.
-quantized_in_copy  The kernel that copies a row quantizes it first, in registers.
+quantized_in_copy  FP8: one kernel quantizes a row in registers and stores it to its places.
 compiled           For torch.compile: sort 16-bit keys, scatter the rows.
 compiled_fp8       The same in FP8; torch.compile fuses quantization and scatter.
 

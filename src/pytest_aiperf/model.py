@@ -432,6 +432,11 @@ class Recorded:
     share: float | None = None  #: Ratio of the optimized arm's rate to its limit.
     lowest: float | None = None  #: The lowest of the runs' estimates, if not the latest.
 
+    @property
+    def least(self) -> float:
+        """The least speedup that one of the runs has reached: GPUs of one kind can differ."""
+        return min(self.speedup[0], self.lowest or self.speedup[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Expectation:

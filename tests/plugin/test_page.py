@@ -412,8 +412,8 @@ def test_records_with_gaps_still_make_a_page():
 
 
 def test_failures_come_first_then_unclear_verdicts_then_the_biggest_changes():
-    def recorded(claim, speedup, **changes):
-        entry = Recorded((1.98, 2.0, 2.02), 3, "1a2b3c4d5e6f", "", "2025-01-01")
+    def recorded(claim, speedup, *, lowest=None, **changes):
+        entry = Recorded((1.98, 2.0, 2.02), 3, "1a2b3c4d5e6f", "", "2025-01-01", lowest=lowest)
         expectation = Expectation(recorded=entry, stale=changes.pop("stale", False))
         return rich(claim, speedup, expectation=expectation, **changes)
 
@@ -422,6 +422,7 @@ def test_failures_come_first_then_unclear_verdicts_then_the_biggest_changes():
         recorded("a/better", 2.3),
         recorded("a/stale", 4.0, stale=True),
         recorded("a/worse", 1.5),
+        recorded("a/as_slow_before", 1.5, lowest=1.52),
         rich("b/unclear", verdict=Verdict.INCONCLUSIVE, message="9 % wide"),
         rich("b/slow", verdict=Verdict.SLOWER, outcome=Outcome.FAILED, message="not\nfaster"),
         rich("b/crash", outcome=Outcome.ERROR, message="signal 11"),

@@ -48,7 +48,7 @@ def _numbers(record: Result) -> Iterator[str]:
         yield "its attempts, rung_index, seconds or floor is too small"
     if record.expectation is not None and (recorded := record.expectation.recorded):
         low, value, high = recorded.speedup
-        if not 0 < low <= value <= high:
+        if not 0 < recorded.least <= low <= value <= high:
             yield "its expectation is no interval above 0"
     work = record.work
     if work is not None and min(work.read, work.written, work.flops) < 0:

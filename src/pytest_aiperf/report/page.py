@@ -162,12 +162,16 @@ def _first(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str, st
 
 
 def _change(result: Result) -> Interval | None:
-    """Return the speedup over the accepted one; None if two sessions may differ as much."""
+    """Return the speedup over the accepted one; None if two accepted runs may differ as much."""
     expectation = result.expectation
     if not (expectation and expectation.recorded and result.speedup) or expectation.stale:
         return None
-    ratio = ratio_of(result.speedup, Interval(*expectation.recorded.speedup))
-    is_same = ratio.low <= 1 + SESSIONS_APART and ratio.high >= 1 - SESSIONS_APART
+    recorded = expectation.recorded
+    ratio = ratio_of(result.speedup, Interval(*recorded.speedup))
+    reaches_least = result.speedup.high >= recorded.least * (1 - SESSIONS_APART)
+    is_same = ratio.low <= 1 + SESSIONS_APART and (
+        ratio.high >= 1 - SESSIONS_APART or reaches_least
+    )
     return None if is_same else ratio
 
 

@@ -150,8 +150,7 @@ def judge(
     if recorded:
         low, value, high = recorded.speedup
         apart = max(floor, SESSIONS_APART)
-        # GPUs of one kind can differ by more than that: what one of them reached is no regression
-        if ratio.high < min(low, recorded.lowest or low) * (1 - apart):
+        if ratio.high < recorded.least * (1 - apart):
             runs = f" and {recorded.lowest:g}x before" if recorded.lowest else ""
             text = (
                 f"speedup {ratio} has dropped below the recorded {value:g}x [{low:g}, {high:g}]"
